@@ -35,6 +35,7 @@ void call(const AttentionArgs& a) { kernels().attention(a); }
 void call(const HeadsArgs& a) { head_linear(a); }
 void call(const GatherEmbeddingArgs& a) { gather_embedding(a); }
 void call(const PassArgs& a) { pass(a); }
+void call(const ForeignRowsArgs& a) { foreign_rows(a); }
 void call(const RowsArgs& a) {
   for (int64_t row = 0; row < a.rows; row++)
     if (!a.wanted || a.wanted[row] != 0)
@@ -283,6 +284,10 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.rows = rows;
   } else if constexpr (std::is_same_v<Args, GatherEmbeddingArgs>) {
     a.ids = step.tokens;
+    a.y = y;
+    a.rows = rows;
+  } else if constexpr (std::is_same_v<Args, ForeignRowsArgs>) {
+    a.x = x;
     a.y = y;
     a.rows = rows;
   } else if constexpr (std::is_same_v<Args, PassArgs>) {

@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "foreign.h"
 #include "latent.h"
 #include "mixture.h"
 #include "ranks.h"
@@ -57,7 +58,8 @@ class Program {
   struct Node {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
                  ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
-                 RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs, PassArgs>
+                 RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs, PassArgs,
+                 ForeignRowsArgs>
         args;
     int x, y;
     Ids ids;

@@ -66,6 +66,7 @@ BASE = ("model_name", "engine")
 HTTP = (
     "penstock:http_requests",
     "penstock:request_rejections",
+    "penstock:structured_outputs",
     "penstock:tool_calls",
 )  # counted by the server, not of one engine
 MISNAMED = ("vllm:iteration_tokens_total",)  # by vLLM

@@ -29,6 +29,7 @@ from penstock.cli import (
     generate,
     plan,
     profile,
+    prune,
     rank,
     serve,
     tune,
@@ -168,6 +169,7 @@ app.command()(serve.serve)
 app.command()(fleet.fleet)
 app.command()(rank.rank)
 app.command()(export.export)
+app.command()(prune.prune)
 app.command()(build.build)
 app.command()(batch.run)
 app.command()(doctor.doctor)

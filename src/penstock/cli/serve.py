@@ -51,6 +51,7 @@ T = TypeVar("T")
 # What the configuration calls an option, where its messages name it.
 _OPTIONS = NAMES | {
     "served_model_names": "--served-model-name",
+    "truncation_retention": "--truncation-retention",
     "max_stop_strings": "--max-stop-strings",
     "stall_timeout_s": "--stall-timeout",
     "starvation_s": "--starvation-time",
@@ -93,6 +94,14 @@ def serve(
             panel=_SERVER,
         ),
     ] = "disabled",
+    truncation_retention: Annotated[
+        float,
+        option(
+            help="auto: leave out turns until this share of what fits is left, so that the next "
+            "requests begin alike and are found in the cache: 0.8.",
+            panel=_SERVER,
+        ),
+    ] = 1.0,
     tool_call_parser: Annotated[
         str,
         option(
@@ -242,6 +251,7 @@ def serve(
         stall_timeout_s=stall_timeout,
         max_stop_strings=max_stop_strings,
         truncation="auto" if truncation == "auto" else "disabled",
+        truncation_retention=truncation_retention,
         trust_request_chat_template=trust_request_chat_template,
         log_prompts=log_prompts,
         chat_template=None if chat_template is None else _read(chat_template),

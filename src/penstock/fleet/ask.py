@@ -140,7 +140,7 @@ class Ask:
         read = data.get("prompt_logprobs") is not None or (
             data.get("echo") and data.get("logprobs")
         )
-        cut = data.get("truncation") == "auto"
+        cut = data.get("truncation") not in (None, "disabled")
         return self.path in LIMITS and data.get("kv_transfer_params") is None and not (read or cut)
 
     def prefill(self) -> Ask:

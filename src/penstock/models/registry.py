@@ -13,6 +13,7 @@ from penstock.models.computable import check_spec
 from penstock.models.config_reader import ConfigReader
 from penstock.models.gguf.config import read_gguf_config
 from penstock.models.gguf.container import is_gguf, read_container
+from penstock.models.plugins import load_plugins
 from penstock.models.spec import ModelSpec
 
 Reader = Callable[[ConfigReader], ModelSpec]
@@ -94,7 +95,8 @@ ADAPTER = "adapter_config.json"
 
 
 def architectures() -> list[str]:
-    """Every architecture that can be loaded, sorted."""
+    """Every architecture that can be loaded, sorted; those that plugins bring among them."""
+    load_plugins()
     for family in _FAMILIES:
         importlib.import_module(f"penstock.models.{family}")
     return sorted(_readers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from penstock import ops
+from penstock.errors import UnsupportedModelError
 from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm, Scale
 from penstock.nn.spec import MlpSpec
@@ -51,15 +52,25 @@ class Mlp(nn.Module):
             spec.intermediate,
             spec.bias,
             up,
-            activation=spec.activation,
+            activation="none" if spec.row_operator else spec.activation,
             gated=spec.gated,
             part=up_part,
         )
-        self.down = Linear(spec.intermediate, hidden, spec.bias, down, part=down_part)
+        inner = spec.intermediate
+        if spec.row_operator:
+            if spec.gated:
+                raise UnsupportedModelError(
+                    f"The row operator {spec.row_operator} stands in the place of an activation, "
+                    "and of one with a gate none can: set gated=False."
+                )
+            inner = ops.row_operator(spec.row_operator).columns(inner)
+        self.down = Linear(inner, hidden, spec.bias, down, part=down_part)
 
     def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
         """All but the last product: [T, intermediate]."""
         h: Tensor = self.up(residual, norm, adapters)
+        if self.spec.row_operator:
+            return ops.foreign_rows(h, self.spec.row_operator, self.down.in_features)
         return h
 
     def end_(

@@ -125,6 +125,7 @@ class MlpSpec:
     gated: bool = True
     bias: bool = False
     experts: ExpertsSpec | None = None  # blocks of this kind, of which tokens take a few
+    row_operator: str = ""  # another package's (ops.foreign), in the activation's place; no gate
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from penstock.ops.attention import paged_attention
 from penstock.ops.draw import draw_beyond, draw_from, draw_nucleus, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.experts import experts
+from penstock.ops.foreign import define_row_operator, foreign_rows, row_operator
 from penstock.ops.gate import alternate, gate
 from penstock.ops.gate_rows import gate_rows_
 from penstock.ops.grouped_linear import combine, grouped_linear
@@ -44,12 +45,14 @@ __all__ = [
     "argmax",
     "combine",
     "define_op",
+    "define_row_operator",
     "draw_beyond",
     "draw_from",
     "draw_nucleus",
     "draw_plain",
     "embedding",
     "experts",
+    "foreign_rows",
     "gate",
     "gate_rows_",
     "gather_columns",
@@ -83,6 +86,7 @@ __all__ = [
     "rotary_cache",
     "rotate",
     "route",
+    "row_operator",
     "scaled_top_k",
     "softcap_",
     "softmax_top_k",

@@ -109,6 +109,25 @@ def train(
     return _tensors(parts, model, schemes)
 
 
+def distil(
+    student: Parts,
+    teacher: Parts,
+    text: CalibrationSet,
+    options: QatOptions,
+    report: Report | None = None,
+) -> Iterator[tuple[str, Tensor | Codes]]:
+    """Fine-tune `student` to say what `teacher` says: its checkpoint's tensors, nothing rounded.
+
+    Both have one vocabulary and are shaped like Llama: else UnsupportedModelError. Memory: four
+    times the student's weights in float32, once the teacher's, and a batch's activations.
+    """
+    model = TrainableDecoder(student, text.longest)
+    whole = TrainableDecoder(teacher, text.longest).requires_grad_(False)
+    kept: dict[str, Scheme | None] = dict.fromkeys(student.modules())
+    _fit(model, kept, text, options, report, None, whole)
+    return _tensors(student, model, kept)
+
+
 class TrainableDecoder(nn.Module):
     """A decoder of RMS norms and gated feed-forwards in plain torch, float32, differentiable."""
 
@@ -224,7 +243,8 @@ def _check(spec: DecoderSpec, family: str) -> None:
         lacking["norms over all heads"] = a.qk_norm == "full"
         if found := [name for name, there in lacking.items() if there]:
             raise UnsupportedModelError(
-                f"{family!r} has {', '.join(found)}, which QAT isn't built for. Use GPTQ or AWQ."
+                f"{family!r} has {', '.join(found)}, which training isn't built for. To "
+                "quantize it, use GPTQ or AWQ."
             )
 
 
@@ -250,8 +270,9 @@ def _fit(
     options: QatOptions,
     report: Report | None,
     store: Store | None,
+    teacher: TrainableDecoder | None = None,
 ) -> None:
-    teacher = copy.deepcopy(model).requires_grad_(False)
+    teacher = teacher or copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
     )

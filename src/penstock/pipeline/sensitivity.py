@@ -11,17 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.cache import PagedLayout
 from penstock.errors import ConfigError
 from penstock.models.sources import open_source
-from penstock.models.weights import Source, load_weights
-from penstock.nn import Decoder
+from penstock.models.weights import Source
 from penstock.nn.linear import Linear
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.parts import Parts, bits_per_weight
+from penstock.pipeline.probe import Probe
 from penstock.pipeline.store import Store, source_digest
-from penstock.pipeline.stream import BLOCK, steps
-from penstock.quant import Dense, Scheme, WeightFormats
+from penstock.quant import Scheme
 from penstock.quant.methods import rtn
 from penstock.quant.methods.sensitivity import Choice, within_bits, within_loss
 
@@ -70,13 +68,13 @@ def measure(
         }
         store = Store(work, key, replace=replace)
     modules = [module for module in parts.modules() if module != "head"]
-    probe: _Probe | None = None
+    probe: _Trials | None = None
     found: Measured = {}
     for module in modules:
         kept = None if store is None else _kept(store, module)
         losses = kept
         if losses is None:
-            probe = probe or _Probe(parts, calibration)
+            probe = probe or _Trials(parts, calibration)
             losses = probe.losses(module, schemes)
             if store is not None:
                 store.save(module, {"losses": torch.tensor(losses, dtype=torch.float64)})
@@ -97,30 +95,17 @@ def _kept(store: Store, module: str) -> list[float] | None:
     return [float(loss) for loss in losses]
 
 
-class _Probe:
+class _Trials:
     """A float model on a text, in which one matrix at a time is another."""
 
     def __init__(self, parts: Parts, calibration: CalibrationSet) -> None:
-        self._parts, spec = parts, parts.spec.decoder
-        plain = Dense(torch.float32)
-        self._decoder = Decoder(spec, WeightFormats(plain, plain), torch.float32)
-        load_weights(self._decoder, parts.spec, parts.source)
-        self._steps = list(steps(calibration))
-        heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in spec.layers)
-        layout = PagedLayout(heads, torch.float32, BLOCK)
-        self._kv = layout.allocate(max(blocks for _, blocks in self._steps))
-        self._before: list[list[Tensor]] = []  # of each step, before each layer [T, D]
-        self._reference: list[Tensor] = []  # of each step, log-probabilities [T, V]
-        with torch.inference_mode():
-            for step, _ in self._steps:
-                residual: Tensor = self._decoder.embed(step.tokens)
-                if self._decoder.positions is not None:
-                    residual = residual + self._decoder.positions(step.positions)
-                self._before.append([])
-                for layer, cache in zip(self._decoder.layers, self._kv, strict=True):
-                    self._before[-1].append(residual.clone())
-                    layer(residual, step, cache)
-                self._reference.append(self._logits(residual).log_softmax(-1))
+        self._parts, self._probe = parts, Probe(parts, calibration)
+        self._before: list[list[Tensor]] = [[] for _ in self._probe.steps]  # each layer's [T, D]
+
+        def keep(step: int, layer: int, residual: Tensor) -> None:
+            self._before[step].append(residual.clone())
+
+        self._probe.remember(keep)
 
     def losses(self, module: str, schemes: Sequence[Scheme]) -> list[float]:
         """Mean KL with the matrix in `module` rounded to each of `schemes`."""
@@ -130,29 +115,19 @@ class _Probe:
             for scheme in schemes
         ]
 
-    def _logits(self, residual: Tensor) -> Tensor:
-        logits: Tensor = self._decoder.head(residual, self._decoder.norm)
-        cap = self._decoder.spec.final_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
-
-    @torch.inference_mode()
     def loss(self, module: str, weight: Tensor) -> float:
         """Mean KL with `weight` [N, K] in `module`."""
-        first = int(module.split(".")[1])
-        linear = self._decoder.get_submodule(module)
+        first, probe = int(module.split(".")[1]), self._probe
+        linear = probe.decoder.get_submodule(module)
         assert isinstance(linear, Linear)
         own = dict(linear.packed)
         linear.load("weight", weight)
-        total, count = 0.0, 0
-        for (step, _), before, want in zip(self._steps, self._before, self._reference, strict=True):
-            residual = before[first].clone()
-            for i in range(first, len(self._kv)):
-                self._decoder.layers[i](residual, step, self._kv[i])
-            found = self._logits(residual).log_softmax(-1)
-            total += float((want.exp() * (want - found)).sum(dtype=torch.float64))
-            count += len(want)
+        rest = range(first, probe.num_layers)
+        found = probe.divergence(
+            probe.run(number, rest, before[first]) for number, before in enumerate(self._before)
+        )
         linear.hold(own)
-        return total / count
+        return found
 
 
 def _rounded(weight: Tensor, scheme: Scheme) -> Tensor:

@@ -42,6 +42,11 @@ class Watched(OperatorFormat):
     def __init__(self, inner: OperatorFormat, see: Callable[[Tensor], None]) -> None:
         self._inner, self._see = inner, see
 
+    @property
+    def inner(self) -> OperatorFormat:
+        """What computes."""
+        return self._inner
+
     def matmul(
         self,
         x: Tensor,

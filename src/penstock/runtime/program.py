@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.cache import block_rows, copy_blocks
 from penstock.errors import KernelError
+from penstock.ops import row_operator
 from penstock.ops.linear import ROW_CODES
 from penstock.ops.registry import NAMESPACE
 from penstock.runtime.plan import (
@@ -143,6 +144,8 @@ class Program:
                     native.append(("tokens", "positions").index(argument.name))
             else:
                 native.append(self._fixed(argument))
+        if operator.op == "foreign_rows":  # by name in the plan, by address in a process
+            native[1] = _address(str(native[1]))
         emit = getattr(_native, f"program_{operator.op}", None)
         if emit is None:
             raise not_built(operator.op)
@@ -311,3 +314,14 @@ class Program:
         if self._logits.shape[0] < rows:
             self._logits = torch.empty((rows, self._logits.shape[1]))
         return self._logits[:rows]
+
+
+def _address(name: str) -> int:
+    """Of a row operator's C function. Raises KernelError where it has none."""
+    found = row_operator(name).address
+    if not found:
+        raise KernelError(
+            f"The row operator {name} has no C function, so it can't be part of a program. Set "
+            "enforce_eager=True to call the operators of this decoder one by one."
+        )
+    return found

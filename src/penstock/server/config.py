@@ -44,6 +44,7 @@ class ServerConfig:
     stall_timeout_s: float = 120.0  # without a step while there are requests: not ready
     max_stop_strings: int = 64
     truncation: Literal["disabled", "auto"] = "disabled"  # of conversations that are too long
+    truncation_retention: float = 1.0  # of what fits, the share that is left then
     trust_request_chat_template: bool = False
     log_requests: bool = True  # one line each, without its text
     log_prompts: bool = False
@@ -73,6 +74,16 @@ class ServerConfig:
                 continue
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{one.name} is {value}; it must be a time above 0.")
+        if not 0 < self.truncation_retention <= 1:
+            raise ConfigError(
+                f"truncation_retention is {self.truncation_retention}; it must be a share above 0, "
+                "1 at most."
+            )
+        if self.truncation == "disabled" and self.truncation_retention != 1:
+            raise ConfigError(
+                f"truncation_retention={self.truncation_retention} has no effect where too long "
+                "conversations are refused: set truncation='auto'."
+            )
         self._check_template()
         self._check_parsers()
         self._check_names()

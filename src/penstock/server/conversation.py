@@ -15,6 +15,7 @@ from penstock.models.vision.pictures import Picture, Pictures
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
+from penstock.server.retention import first_kept
 from penstock.server.tools.telling import Telling, without_calls
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.tool_calls import ToolCallForm
@@ -146,6 +147,7 @@ class Prompts:
         rendering: Rendering,
         *,
         truncation: str = "disabled",
+        retention: float = 1.0,
         reserve: int = 1,
         keep: int | None = None,
         source: Source = CHAT,
@@ -153,7 +155,8 @@ class Prompts:
         """A conversation through the chat template.
 
         truncation "auto" leaves out the oldest turns, but never the system's and the last, until
-        the prompt and `reserve` tokens fit; each prompt then begins with a user's turn.
+        the prompt and `reserve` tokens fit; each prompt then begins with a user's turn. retention
+        below 1: until about so much of the room is left, for the next requests to begin alike.
         """
         if truncation == "disabled" and keep is None and len(messages) > self._max_len:
             raise ApiError(
@@ -166,9 +169,8 @@ class Prompts:
         if keep is None:
             self._check_tools(rendering.telling)
         plain = self._plain(messages, rendering, source)
-        text, ids, left_out = self._shortened(
-            plain, rendering, source, truncation == "auto", reserve
-        )
+        share = retention if truncation == "auto" else None
+        text, ids, left_out = self._shortened(plain, rendering, source, share, reserve)
         if keep is None:
             self._check_room(ids, rendering.telling, source)
         shown = [m for i, m in enumerate(plain) if i not in left_out]
@@ -208,14 +210,20 @@ class Prompts:
         plain: list[dict[str, Any]],
         rendering: Rendering,
         source: Source,
-        shorten: bool,
+        retention: float | None,
         reserve: int,
     ) -> tuple[str, list[int], range]:
-        """(text, tokens, messages left out): the most of the newest turns that fit."""
-        starts = _starts(plain) if shorten else []
+        """(text, tokens, messages left out): the most of the newest turns that fit, or fewer.
+
+        retention: None where nothing is left out.
+        """
+        starts = _starts(plain) if retention is not None else []
         head = plain[: starts[0]] if starts else []  # the system's
         # Each message is a token at least: those before the last max_len can't fit.
         low = next((i for i, x in enumerate(starts) if len(plain) - x <= self._max_len), 0)
+        if retention is not None and retention < 1:
+            room = self._max_len - reserve
+            low = max(low, self._first_kept(plain, starts, rendering, source, room, retention))
         high = max(low, len(starts) - 1)
         while True:  # low: the first that isn't known to be too long; high: tried when none fits
             middle = low if low == high else (low + high) // 2
@@ -226,6 +234,32 @@ class Prompts:
             if low == high:
                 return text, ids, range(len(head), start)
             low, high = (low, middle) if fits else (middle + 1, high)
+
+    def _first_kept(
+        self,
+        plain: list[dict[str, Any]],
+        starts: list[int],
+        rendering: Rendering,
+        source: Source,
+        room: int,
+        retention: float,
+    ) -> int:
+        """`first_kept` by messages' own tokens, and what the template writes around each."""
+
+        def tokens(messages: list[dict[str, Any]]) -> int:
+            return len(self._render(messages, rendering, source)[1])
+
+        head, one, two = plain[: starts[0]], _said("user"), [_said("assistant"), _said("user")]
+        own = len(self.tokenizer.encode(one["content"], add_special_tokens=False))
+        least = tokens([*head, one])
+        around = max((tokens([*head, one, *two]) - least) // 2 - own, 0)  # of each message
+        texts = map(_text_of, plain)
+        encode = self.tokenizer.encode
+        sizes = [around + len(encode(text, add_special_tokens=False)) for text in texts]
+        ends = [i + 1 for i, m in enumerate(plain) if m["role"] != "assistant" and i >= starts[0]]
+        if not ends or ends[-1] != len(plain):
+            ends.append(len(plain))
+        return first_kept(sizes, starts, ends, least - own - around, room, retention)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """A text's tokens, whether or not the model can take as many."""
@@ -457,6 +491,19 @@ class Prompts:
 def _as_cut(part: dict[str, Any], left: Iterator[Picture]) -> dict[str, Any]:
     """A part, with the next of the cut pictures where it is one."""
     return {**part, "picture": next(left)} if part["type"] == "image" else part
+
+
+def _said(role: str) -> dict[str, Any]:
+    """A message of next to nothing."""
+    return {"role": role, "content": "a"}
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """What of a message is text, about."""
+    content, calls = message["content"], message.get("tool_calls")
+    if isinstance(content, list):
+        content = "".join(part.get("text") or "" for part in content)
+    return f"{content or ''}{calls or ''}"
 
 
 def _pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:

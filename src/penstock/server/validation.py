@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from penstock.server.errors import ApiError, as_sentence, unsupported
 
 _TYPES = ("function-", "list[", "dict[", "literal[")  # how an error's place names types
+_NAMES = ("body", "str", "RetentionRatio")  # and these themselves
 _REFUSED = "unsupported_parameter"
 _SHOWN_CHARACTERS = 80
 
@@ -82,7 +83,7 @@ def _path(place: Sequence[str | int]) -> str:
     for part in place:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in ("body", "str") and not part.startswith(_TYPES):
+        elif part not in _NAMES and not part.startswith(_TYPES):
             path += f".{part}" if path else part
     return path
 

@@ -201,6 +201,13 @@ class Expected(Body):
         return "".join(part.read() for part in self.content)
 
 
+class RetentionRatio(Body):
+    """OpenAI's Realtime API's: of what fits, the share that is left where it was too much."""
+
+    type: Literal["retention_ratio"]
+    retention_ratio: Annotated[float, Field(gt=0, le=1)]
+
+
 class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, ToolFields):
     """`POST /v1/chat/completions`."""
 
@@ -212,7 +219,7 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncation: Literal["disabled", "auto"] | None = None
+    truncation: Literal["disabled", "auto"] | RetentionRatio | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -16,7 +16,7 @@ from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.answers import ChatCompletion
-from penstock.server.protocol.chat import ChatRequest
+from penstock.server.protocol.chat import ChatRequest, RetentionRatio
 from penstock.server.routes.common import (
     ERRORS,
     admit,
@@ -93,7 +93,8 @@ async def _work(
         ticket,
         body.messages,
         telling(rendering, plan),
-        truncation=body.truncation,
+        truncation="auto" if isinstance(body.truncation, RetentionRatio) else body.truncation,
+        retention=getattr(body.truncation, "retention_ratio", None),
         reserve=limit,
         keep=body.truncate_prompt_tokens,
     )

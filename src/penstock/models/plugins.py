@@ -1,0 +1,56 @@
+"""Packages beside Penstock that bring families, operators or formats of tools along.
+
+A package names a function in the entry point group `penstock.plugins`; it is called once, before
+the first model is looked at. PENSTOCK_PLUGINS lists those that are wanted, names with commas
+between; all are where it isn't set, none where it is empty.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import EntryPoint, entry_points
+
+from penstock.errors import ConfigError, nearest
+
+GROUP = "penstock.plugins"
+VARIABLE = "PENSTOCK_PLUGINS"
+
+logger = logging.getLogger("penstock")
+_loaded: list[str] = []
+_done = [False]
+
+
+def load_plugins() -> None:
+    """Call every wanted package's function that hasn't been. Raises ConfigError, with its name, for
+    one that fails, and for a name that no package has.
+    """
+    if _done[0]:
+        return
+    found = {one.name: one for one in entry_points(group=GROUP)}
+    wanted = os.environ.get(VARIABLE)
+    names = list(found)
+    if wanted is not None:
+        names = [name.strip() for name in wanted.split(",") if name.strip()]
+    for name in names:
+        if name not in found:
+            raise ConfigError(
+                f"{VARIABLE} names {name!r}, which no package brings.{nearest(name, found)}"
+            )
+    for name in names:
+        if name in _loaded:  # before one that failed
+            continue
+        try:
+            _call(found[name])
+        except Exception as error:
+            raise ConfigError(
+                f"The plugin {name} ({found[name].value}) failed: {type(error).__name__}: {error}. "
+                f"Mend it, uninstall it, or leave it out of {VARIABLE}."
+            ) from error
+        _loaded.append(name)
+        logger.info("The plugin %s (%s) is loaded.", name, found[name].value)
+    _done[0] = True
+
+
+def _call(one: EntryPoint) -> None:
+    one.load()()
