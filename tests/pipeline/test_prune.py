@@ -241,6 +241,10 @@ def test_the_command(text: Path, tmp_path: Path) -> None:
     assert trained.exit_code == 0, trained.output
     assert "; trained " in trained.output and "layers gone, in this order: " in trained.output
     assert len(LLM(folder).runtime.model.spec.decoder.layers) == 7
+    other = CliRunner().invoke(
+        app, [*asked, "--neurons", "0.2", "--held-out-text", str(text), "--force", "--json"]
+    )
+    assert json.loads(other.output)["tokens"] == 128
 
 
 @pytest.mark.parametrize(

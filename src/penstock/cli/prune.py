@@ -46,6 +46,12 @@ def prune(
     held_out: Annotated[
         int, typer.Option(help="Windows kept for the figures.", rich_help_panel=_TEXT)
     ] = 8,
+    held_out_text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Of this text; may be repeated. Default: --calib's last.", rich_help_panel=_TEXT
+        ),
+    ] = None,
     steps: Annotated[
         int,
         typer.Option(
@@ -79,6 +85,7 @@ def prune(
         window=window,
         trial_windows=trial_windows,
         held_out=held_out,
+        held_out_text=tuple(held_out_text or ()),
         steps=steps,
         batch=batch_size,
         learning_rate=learning_rate,

@@ -54,6 +54,7 @@ class PruneOptions:
     window: int = WINDOW  # tokens
     trial_windows: int = 4  # on which layers are tried and neurons watched
     held_out: int = 8  # windows that nothing is chosen by or trained on, for the figures
+    held_out_text: tuple[Path, ...] = ()  # theirs; none: the text's last windows
     steps: int = 0  # of distillation from the whole model
     batch: int = 4
     learning_rate: float = 2e-4
@@ -69,7 +70,7 @@ class PruneOptions:
             )
         if not self.layers and not self.neurons:
             raise ConfigError("Nothing to leave out: give --layers, --neurons or both.")
-        least = self.trial_windows + self.held_out
+        least = self.trial_windows + self.held_out * (not self.held_out_text)
         if min(self.trial_windows, self.held_out) < 1 or self.num_samples < least:
             raise ConfigError(
                 f"--num-samples {self.num_samples} are fewer than the {least} windows that are "
@@ -128,11 +129,10 @@ def prune_model(
     check_apart(source, output)
     parts = _parts(source)
     _check(parts, options)
-    text = _text(source, parts, options)
+    text = _texts(source, parts, options)
     found = Pruning(str(model), weights_before=_count(parts.source), tokens=0)
     with new_folder(output, force=force, own_files=_own_files) as folder:
-        held = CalibrationSet(text.name, text.windows[-options.held_out :])
-        read = CalibrationSet(text.name, text.windows[: -options.held_out])
+        read, held = text
         found.tokens = held.num_tokens
         pruned = _chosen(parts, read, options, found, tell)
         tensors: Sequence[tuple[str, Any]] | None = None
@@ -198,27 +198,35 @@ def stay(neurons: int, share: float) -> int:
     return max(math.ceil(neurons * (1 - share) / NEURONS) * NEURONS, NEURONS)
 
 
-def _text(source: Path, parts: Parts, options: PruneOptions) -> CalibrationSet:
-    """Windows of one length, enough of them."""
+def _texts(
+    source: Path, parts: Parts, options: PruneOptions
+) -> tuple[CalibrationSet, CalibrationSet]:
+    """What is read, and what is held out: windows of one length, enough of them."""
     size, reduced = parts.spec.decoder.vocab_size, VocabMap.load(source)
     whole = size if reduced is None else reduced.original_size
     window = min(options.window, parts.spec.decoder.max_position)
-    text = calibration_set(
-        options.calib,
-        open_tokenizer(source, vocab_size=whole),
-        num_samples=options.num_samples,
-        window=window,
-        reduced=reduced,
+    tokenizer = open_tokenizer(source, vocab_size=whole)
+
+    def windows(files: tuple[Path, ...], count: int, least: int) -> CalibrationSet:
+        text = calibration_set(files, tokenizer, num_samples=count, window=window, reduced=reduced)
+        text.check(size, parts.spec.decoder.max_position)
+        full = CalibrationSet(text.name, tuple(x for x in text.windows if len(x) == window))
+        if len(full.windows) < least:
+            raise ConfigError(
+                f"{text.name} has {len(full.windows)} windows of {window} tokens, but {least} are "
+                "tried on or held out. Give more text, or shorter windows (--window)."
+            )
+        return full
+
+    held, tried = options.held_out, options.trial_windows
+    if options.held_out_text:
+        text = windows(options.calib, options.num_samples, tried)
+        return text, windows(options.held_out_text, held, held)
+    text = windows(options.calib, options.num_samples, tried + held)
+    return (
+        CalibrationSet(text.name, text.windows[:-held]),
+        CalibrationSet(text.name, text.windows[-held:]),
     )
-    text.check(size, parts.spec.decoder.max_position)
-    full = CalibrationSet(text.name, tuple(x for x in text.windows if len(x) == window))
-    least = options.trial_windows + options.held_out
-    if len(full.windows) < least:
-        raise ConfigError(
-            f"{text.name} has {len(full.windows)} windows of {window} tokens, but {least} are "
-            "tried on or held out. Give more text, or shorter windows (--window)."
-        )
-    return full
 
 
 def _chosen(
