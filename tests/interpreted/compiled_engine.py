@@ -34,7 +34,7 @@ METHODS = ("draft_model", "medusa", "medusa-shared", "eagle", "eagle3", "self", 
 FORMATS = ("w8a16", "w4a16", "w4a16-g32-asym", "w8a8", "w4a8", "fp8", "fp8-w8a8", "nf4", "mxfp4",
            "nvfp4")  # fmt: skip
 CACHES = ("kv-int8", "kv-fp8")
-WHOLE = ("float32", "embed", "any-order")
+WHOLE = ("float32", "embed", "any-order", "reach")
 LARGE = ("8b", "8b-w4a16", "8b-w8a8", "8b-fp8-w8a8")
 """One layer of Llama-3.1-8B's shape, fewer tokens in its vocabulary: a large model's tiles."""
 
@@ -110,6 +110,8 @@ def run(case: str, folder: Path) -> None:
         options["quantization"] = case
     if case in CACHES:
         options["kv_cache_dtype"] = case.removeprefix("kv-")
+    if case == "reach":
+        options |= {"max_attention_window": 24, "sink_token_length": 3}
     if case == "float32":
         options["dtype"] = case
     if case == "any-order":

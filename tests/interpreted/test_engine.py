@@ -115,6 +115,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_window_and_the_first_tokens(folder: Path) -> None:
+    """Of which most are seen no more: alone and together, with what is cached found again."""
+    reach = {"max_attention_window": 11, "sink_token_length": 3}
+    one = engine(folder, max_num_seqs=1, enable_prefix_caching=False, **reach)
+    want = run(one, PARAMS["greedy"])
+    assert one.runtime.horizon.sink_tokens == 3
+    together = engine(folder, max_num_batched_tokens=20, **reach)
+    for _ in range(2):
+        assert run(together, PARAMS["greedy"]) == want
+    assert want != run(engine(folder), PARAMS["greedy"])
+
+
 SLOW = pytest.mark.slow  # further ways to what the others have been through
 
 

@@ -106,8 +106,6 @@ def check_device(config: EngineConfig, device: Device) -> None:
         return
     if config.cache.layout == "linear":
         raise ConfigError("layout='linear' is built for CPUs only. Leave it out.")
-    if model.max_attention_window is not None:
-        raise ConfigError("max_attention_window is built for CPUs only. Leave it out.")
     if config.cache.kv_cache_dtype in ("int4", "kivi"):
         raise ConfigError(
             f"kv_cache_dtype={config.cache.kv_cache_dtype!r} is built for CPUs only. On a GPU "

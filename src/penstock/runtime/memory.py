@@ -58,6 +58,8 @@ def activation_bytes(
         attended = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
         if a.latent is not None:  # queries for latents, and what they see of those
             attended += a.num_heads * (2 * a.latent.rank + a.turning) + a.out_dim
+        if a.sink_tokens:  # queries twice, and in float32 what the first tokens give them
+            attended += a.num_heads * (a.head_dim + 4 * (a.head_dim + 2) // itemsize)
         between = (3 if mlp.gated else 2) * mlp.intermediate
         if mlp.experts is not None:  # each choice has its own, and a product
             between = mlp.experts.per_token * (between + decoder.hidden) + mlp.experts.shared

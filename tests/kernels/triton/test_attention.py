@@ -92,11 +92,12 @@ def small(
     sinks: Tensor | None = None,
     cut: Sizes = SMALL,
     causal: bool = True,
+    sink_tokens: int = 0,
 ) -> Tensor:
     q, key, value, query_start, context_len, table = args
     return attend(
         q, (key, value), (scales[0], scales[1]), (query_start, context_len), table,
-        q.shape[2] ** -0.5, window, softcap, sinks, cut, causal,
+        q.shape[2] ** -0.5, window, softcap, sinks, cut, causal, sink_tokens,
     )  # fmt: skip
 
 
@@ -106,8 +107,10 @@ def expected(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    sink_tokens: int = 0,
 ) -> Tensor:
-    return REFERENCE(*args, args[0].shape[2] ** -0.5, window, softcap, sinks, *scales)
+    scale = args[0].shape[2] ** -0.5
+    return REFERENCE(*args, scale, window, softcap, sinks, *scales, sink_tokens=sink_tokens)
 
 
 def test_few_queries_without_room_for_their_spans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +165,46 @@ def test_reference(
     torch.testing.assert_close(
         found, expected(case.arguments(), *options), rtol=CLOSE[dtype], atol=CLOSE[dtype]
     )
+
+
+SUNK = [
+    (torch.float32, (2, 2), 64, 12, 0.0, False, 4, None),
+    (torch.float32, (4, 1), 80, 7, 20.0, True, 1, None),
+    (torch.float16, (7, 1), 128, 20, 0.0, False, 19, None),
+    (torch.bfloat16, (4, 2), 16, 5, 0.0, True, 40, None),
+    (torch.float16, (4, 2), 64, 12, 0.0, False, 4, torch.int8),
+    (torch.float32, (4, 2), 16, 30, 0.0, False, 4, torch.float8_e4m3fn),
+]
+"""dtype, heads, dim, window, soft cap, learned sinks, sink tokens, the cache's dtype."""
+
+
+@pytest.mark.parametrize("given", SUNK)
+def test_first_tokens_from_afar(given: tuple[Any, ...]) -> None:
+    """Beside a window, by queries of their own; the same bits alone, in parts and in any batch."""
+    dtype, (count, kv_heads), dim, window, softcap, learned, first, kind = given
+    case = Case(dtype, (2 * count, kv_heads), dim, stored_as=kind)
+    extra = torch.randn(count, device=DEVICE) if learned else None
+    options: dict[str, Any] = {
+        "window": window, "softcap": softcap, "sinks": extra, "sink_tokens": first
+    }  # fmt: skip
+    found = small(case.arguments(), case.scales, **options)
+    assert found.shape == (case.q.shape[0], count * dim)
+    want = expected(case.arguments(), case.scales, **options)
+    torch.testing.assert_close(found, want, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    at = 0
+    for b, (queries, length) in enumerate(case.ragged):
+        reach = first + window
+        if length > reach:  # or it changes nothing
+            one = {**options, "sink_tokens": 0, "window": 0}
+            q, *rest = case.arguments([(b, 0, queries)])
+            plain = small((q[:, :count], *rest), case.scales, **one)
+            within = max(reach - (length - queries), 0)
+            assert plain[:within].equal(found[at : at + within])
+            assert not plain[within:].equal(found[at + within : at + queries])
+        for begin in range(0, queries, max(queries // 3, 1)):
+            part = case.arguments([(b, begin, 1)])
+            assert small(part, case.scales, **options).equal(found[at + begin : at + begin + 1])
+        at += queries
 
 
 @pytest.mark.parametrize("dtype", CLOSE)

@@ -31,6 +31,7 @@ class Case:
     norm: str = ""
     interleaved: bool = False
     copies: list[tuple[int, int]] = field(default_factory=list)
+    sink_reach: int = 0
     whole: bool = False  # small integers, whose squares any order of adding sums exactly
 
     def arguments(self) -> tuple[Any, ...]:
@@ -56,7 +57,7 @@ class Case:
         device = arguments[0].device
         (kv,) = PagedRows(((self.kv_heads, self.dim),), self.cache, PAGE).allocate(BLOCKS, device)
         pairs = torch.tensor(self.copies, dtype=torch.int32, device=device) if self.copies else None
-        y = call(*arguments, *kv, copies=pairs)
+        y = call(*arguments, *kv, copies=pairs, sink_reach=self.sink_reach)
         kv = tuple(t.view(torch.uint8) if t.dtype is torch.float8_e4m3fn else t for t in kv)
         return tuple(t.cpu() for t in (y, *kv))
 
@@ -89,6 +90,19 @@ def test_turned_and_written(
 ) -> None:
     """No sum: every bit is the reference's."""
     Case(dim=dim, rotary=rotary, dtype=dtype, cache=cache or dtype, interleaved=interleaved).same()
+
+
+@pytest.mark.parametrize(("dim", "rotary", "interleaved"), [(64, 64, False), (40, 40, True)])
+@pytest.mark.parametrize("heads", [(4, 2), (20, 1)])
+def test_queries_turned_twice(
+    dim: int, rotary: int, interleaved: bool, heads: tuple[int, int]
+) -> None:
+    """Once by their positions, which go up to 63, and once by none beyond reach."""
+    count, kv_heads = heads
+    Case(
+        tokens=5, dim=dim, rotary=rotary, interleaved=interleaved, heads=count, kv_heads=kv_heads,
+        copies=[(0, 50)], sink_reach=20,
+    ).same()  # fmt: skip
 
 
 @pytest.mark.parametrize("norm", ["head", "full"])

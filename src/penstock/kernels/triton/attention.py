@@ -34,6 +34,7 @@ from penstock.errors import KernelError
 from penstock.kernels.gpu import WORKSPACE
 from penstock.kernels.triton.attention_few import few, join_spans
 from penstock.kernels.triton.attention_many import many
+from penstock.kernels.triton.attention_sunk import sunk_rows
 from penstock.kernels.triton.launch import cdiv, early, implement
 
 SPAN = 256
@@ -89,6 +90,7 @@ def paged_attention(
     recent_slots: Tensor | None = None,
     recent_window: Tensor | None = None,
     causal: bool = True,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """`ops.paged_attention`: few queries by spans of the keys, many by tiles of queries.
 
@@ -101,6 +103,7 @@ def paged_attention(
     return attend(
         q, (key_cache, value_cache), (key_scale, value_scale), (query_start, context_len),
         block_table, scale, window, softcap, sinks, sizes(q.dtype, q.shape[2]), causal,
+        sink_tokens,
     )  # fmt: skip
 
 
@@ -116,8 +119,13 @@ def attend(
     sinks: Tensor | None,
     cut: Sizes,
     causal: bool = True,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """`paged_attention` cut as `cut` says; ragged: query_start and context_len."""
+    both = q
+    if sink_tokens:
+        q = q[:, : q.shape[1] // 2]
+        _check_sunk(sink_tokens, window, both.shape[1])
     _check(q, caches, scales, block_table, scale)
     if not causal and window > 0:
         raise KernelError(f"What isn't causal has no window, but one of {window} is given.")
@@ -131,6 +139,7 @@ def attend(
         "unit": unit * LOG2_E,
         "cap": softcap * LOG2_E,
         "window": window,
+        "reach": sink_tokens + window,
         **_strides(q, caches[0], scales[0], block_table),
         "GROUP": group,
         "DIM": dim,
@@ -138,12 +147,14 @@ def attend(
         "SPAN": cut.span,
         "KEYS": cut.keys,
         "WINDOW": window > 0,
+        "SUNK": sink_tokens > 0,
         "SOFTCAP": softcap > 0,
         "SCALED": scales[0] is not None,
         "HAS_SINKS": sinks is not None,
         "enable_fp_fusion": False,
     }
     inputs = (*caches, *scales, sinks, *ragged, block_table)
+    common |= _sunk(both, inputs, common, cut, sink_tokens)
     each = cut.rows // group  # most queries that few are
     if not causal or workspace(q, block_table, caches[0].shape[2], cut, each) > WORKSPACE:
         each = 0
@@ -159,6 +170,43 @@ def attend(
             **early(tokens),
         )  # fmt: skip
     return out
+
+
+def _check_sunk(sink_tokens: int, window: int, heads: int) -> None:
+    if window <= 0 or heads % 2:
+        raise KernelError(
+            f"sink_tokens are beside a window, and queries have their heads twice; here are "
+            f"{sink_tokens} beside a window of {window}, and {heads} heads."
+        )
+
+
+def _sunk(
+    q: Tensor,
+    inputs: tuple[Tensor | None, ...],
+    common: dict[str, Any],
+    cut: Sizes,
+    sink_tokens: int,
+) -> dict[str, Any]:
+    """What rows find at the first tokens, by queries of their own, as kernels take it."""
+    if not sink_tokens:
+        return {"sunk_space": None, "sunk_stats": None}
+    keys, block_table = inputs[0], inputs[7]
+    assert keys is not None and block_table is not None
+    (tokens, both, dim), rows = q.shape, cut.many_rows
+    heads = both // 2
+    space = torch.empty((tokens * heads, dim), dtype=torch.float32, device=q.device)
+    stats = torch.empty((tokens * heads, 2), dtype=torch.float32, device=q.device)
+    names = ("q_token", "q_head", "stride_block", "stride_head", "stride_row", "scale_block",
+             "scale_head", "scale_row", "table_row", "GROUP", "DIM", "P", "KEYS", "SOFTCAP",
+             "SCALED")  # fmt: skip
+    batch = block_table.shape[0]
+    grid = (tokens * common["GROUP"] // rows + batch, keys.shape[1])
+    sunk_rows[grid](
+        q, space, stats, *inputs[:4], *inputs[5:], batch, heads, common["reach"], sink_tokens,
+        common["unit"], common["cap"], **{name: common[name] for name in names}, ROWS=rows,
+        num_warps=_warps(rows), enable_fp_fusion=False, **early(tokens),
+    )  # fmt: skip
+    return {"sunk_space": space, "sunk_stats": stats}
 
 
 def workspace(q: Tensor, block_table: Tensor, block_size: int, cut: Sizes, each: int) -> int:
@@ -196,7 +244,8 @@ def _launch_few(
     if spans > 1:
         join_spans[(places, heads)](
             out, space, stats, sinks, query_start, context_len, batch, heads, spans,
-            common["window"], DIM=dim, SPAN=cut.span, TOKENS=each, WINDOW=common["WINDOW"],
+            common["window"], common["reach"], common["sunk_space"], common["sunk_stats"],
+            DIM=dim, SPAN=cut.span, TOKENS=each, WINDOW=common["WINDOW"], SUNK=common["SUNK"],
             HAS_SINKS=common["HAS_SINKS"], num_warps=1, enable_fp_fusion=False, **early(tokens),
         )  # fmt: skip
 

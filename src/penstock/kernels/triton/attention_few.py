@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.attention_sunk import finish_rows
 from penstock.kernels.triton.attention_tile import (
     blocks_of,
-    finish,
+    earliest_of,
     join,
     queries,
     scales_of,
@@ -19,7 +20,7 @@ from penstock.kernels.triton.launch import take_turn, wait_turn
 
 
 @triton.jit(
-    do_not_specialize=["lanes", "spans", "window", "table_row"],
+    do_not_specialize=["lanes", "spans", "window", "reach", "table_row"],
     do_not_specialize_on_alignment=["query_start", "context_len", "block_table", "sinks"],
 )
 def few(
@@ -41,6 +42,9 @@ def few(
     unit,
     cap,
     window,
+    reach,
+    sunk_space,
+    sunk_stats,
     q_token,
     q_head,
     stride_block,
@@ -58,6 +62,7 @@ def few(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    SUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -73,7 +78,7 @@ def few(
     if (count == 0) | (count * GROUP > ROWS):
         return
     lowest = length - count
-    earliest = tl.maximum(lowest - window + 1, 0) if WINDOW else 0
+    earliest = earliest_of(lowest, window, reach, WINDOW, SUNK)
     low, high = _part(earliest, length, lanes, SPAN, KEYS)
     if (low >= high) & (not DIRECT):  # others have its spans; of one span, it writes the zeros
         return
@@ -110,8 +115,8 @@ def few(
             masked = masked | (tile * KEYS <= length - 1 - window)
         top, total, values = tile_step(
             query, at, tile, first, second, length, masked, key, value, k_scales, v_scales,
-            stride_block, stride_row, unit, cap, window,
-            top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
+            stride_block, stride_row, unit, cap, window, reach,
+            top, total, values, DIM, P, KEYS, WINDOW, SUNK, SOFTCAP, SCALED,
         )  # fmt: skip
         first, second = following, other
         if SCALED:
@@ -125,8 +130,11 @@ def few(
             nothing, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32),
             top, total, values,
         )  # fmt: skip
-        found = finish(top, total, values, sinks, head, HAS_SINKS)
-        write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)
+        row = (start + token).to(tl.int64) * heads + head
+        finish_rows(
+            out, row, top, total, values, sinks, head, sunk_space, sunk_stats, inside,
+            DIM, SUNK, HAS_SINKS,
+        )  # fmt: skip
     else:
         span_at = place * spans + (high - 1) // (SPAN // KEYS)
         _keep(space, stats, span_at, top, total, values, inside, DIM)
@@ -153,7 +161,7 @@ def _keep(space, stats, span_at, top, total, values, inside, DIM: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["batch", "spans", "window"],
+    do_not_specialize=["batch", "spans", "window", "reach"],
     do_not_specialize_on_alignment=["query_start", "context_len", "sinks"],
 )
 def join_spans(
@@ -167,10 +175,14 @@ def join_spans(
     heads,
     spans,
     window,
+    reach,
+    sunk_space,
+    sunk_stats,
     DIM: tl.constexpr,
     SPAN: tl.constexpr,
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """Joins the spans of one row that `few` has left: of one token and query head."""
@@ -191,7 +203,7 @@ def join_spans(
     if (token >= count) | (count > TOKENS):
         return
     length = tl.load(context_len + low)
-    first = tl.maximum(length - count - window + 1, 0) if WINDOW else 0
+    first = earliest_of(length - count, window, reach, WINDOW, SUNK)
     D: tl.constexpr = side_of(DIM)
     d = tl.arange(0, D)
     one = tl.arange(0, 1)
@@ -205,5 +217,8 @@ def join_spans(
         span_total = tl.load(stats + (row + span) * 2 + 1)
         span_values = tl.load(space + (row + span)[:, None] * DIM + d[None, :], mask=inside)
         top, total, values = join(top, total, values, span_top, span_total, span_values)
-    found = finish(top, total, values, sinks, head + one, HAS_SINKS)
-    write(out, (start + token).to(tl.int64) * heads + head + one, found, one == 0, DIM)
+    at = (start + token).to(tl.int64) * heads + head + one
+    finish_rows(
+        out, at, top, total, values, sinks, head + one, sunk_space, sunk_stats, one == 0,
+        DIM, SUNK, HAS_SINKS,
+    )  # fmt: skip

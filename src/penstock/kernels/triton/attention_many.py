@@ -5,22 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.attention_sunk import finish_rows
 from penstock.kernels.triton.attention_tile import (
     blocks_of,
-    finish,
+    earliest_of,
     join,
     owner,
     queries,
     scales_of,
     side_of,
     tile_step,
-    write,
 )
 from penstock.kernels.triton.launch import wait_turn
 
 
 @triton.jit(
-    do_not_specialize=["batch", "least", "window", "table_row"],
+    do_not_specialize=["batch", "least", "window", "reach", "table_row"],
     do_not_specialize_on_alignment=["query_start", "context_len", "block_table", "sinks"],
 )
 def many(
@@ -40,6 +40,9 @@ def many(
     unit,
     cap,
     window,
+    reach,
+    sunk_space,
+    sunk_stats,
     q_token,
     q_head,
     stride_block,
@@ -57,6 +60,7 @@ def many(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    SUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -85,7 +89,7 @@ def many(
     highest = length - 1 if WHOLE else last
     if WHOLE:
         at = tl.where(inside, highest, -1)
-    low = tl.maximum(lowest - window + 1, 0) // KEYS if WINDOW else 0
+    low = earliest_of(lowest, window, reach, WINDOW, SUNK) // KEYS
     high = tl.cdiv(highest + 1, KEYS)
     table = block_table + b.to(tl.int64) * table_row
     key += kv_head * stride_head
@@ -118,8 +122,8 @@ def many(
             masked = masked | (tile * KEYS <= highest - window)
         top, total, values = tile_step(
             query, at, tile, first, second, length, masked, key, value, k_scales, v_scales,
-            stride_block, stride_row, unit, cap, window,
-            top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
+            stride_block, stride_row, unit, cap, window, reach,
+            top, total, values, DIM, P, KEYS, WINDOW, SUNK, SOFTCAP, SCALED,
         )  # fmt: skip
         first, second = following, other
         if SCALED:
@@ -128,5 +132,8 @@ def many(
                 P, KEYS,
             )  # fmt: skip
     all_top, all_total, all_values = join(all_top, all_total, all_values, top, total, values)
-    found = finish(all_top, all_total, all_values, sinks, head, HAS_SINKS)
-    write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)
+    place = (start + token).to(tl.int64) * heads + head
+    finish_rows(
+        out, place, all_top, all_total, all_values, sinks, head, sunk_space, sunk_stats, inside,
+        DIM, SUNK, HAS_SINKS,
+    )  # fmt: skip

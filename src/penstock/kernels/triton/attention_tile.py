@@ -73,6 +73,15 @@ def write(to, row, found, inside, DIM: tl.constexpr):
 
 
 @triton.jit
+def earliest_of(lowest, window, reach, WINDOW: tl.constexpr, SUNK: tl.constexpr):
+    """The first position that a row at `lowest` sees, but for the first tokens."""
+    earliest = tl.maximum(lowest - window + 1, 0) if WINDOW else 0
+    if SUNK:
+        earliest = tl.where(lowest < reach, 0, earliest)
+    return earliest
+
+
+@triton.jit
 def safe(top):
     """A maximum to subtract: 0 in place of -inf, or -inf − -inf would be NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -233,6 +242,7 @@ def tile_step(
     unit,
     cap,
     window,
+    reach,
     top,
     total,
     values,
@@ -240,6 +250,7 @@ def tile_step(
     P: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
 ):
@@ -247,7 +258,7 @@ def tile_step(
 
     q [R, D] whose rows stand at the positions `at`; masked: whether some row mustn't see all of it;
     unit: what a score is multiplied by, log2(e) included; with a soft cap, what the argument of
-    exp(2x) is, and `cap` has log2(e).
+    exp(2x) is, and `cap` has log2(e). SUNK: rows before `reach` see all before them.
     """
     position = tile * KEYS + tl.arange(0, KEYS)
     inside = position < length
@@ -264,7 +275,10 @@ def tile_step(
     if masked:
         visible = position[None, :] <= at[:, None]
         if WINDOW:
-            visible = visible & (position[None, :] > at[:, None] - window)
+            near = position[None, :] > at[:, None] - window
+            if SUNK:
+                near = near | (at < reach)[:, None]
+            visible = visible & near
         scores = tl.where(visible, scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1) * factor)
     weights = tl.exp2(tl.fma(scores, factor, -safe(new)[:, None]))

@@ -158,6 +158,25 @@ def _write(
     _store(at, here, first, second, rest, dim, turned, INTERLEAVED, HALF, REST)
 
 
+@triton.jit
+def _turned_as(position, nearer, reach: tl.constexpr):
+    """The position by which a program's heads turn."""
+    if reach > 0:
+        position = tl.where(nearer, tl.minimum(position, reach - 1), position)
+    return position
+
+
+@triton.jit
+def _part(tile, q_tiles: tl.constexpr, kv_tiles: tl.constexpr):
+    """Of a program's tile: which of its kind, and whether it is of queries, of values, of queries
+    again, turned as at a position that isn't beyond reach."""
+    nearer = tile >= q_tiles + 2 * kv_tiles
+    tile = tl.where(nearer, tile - (q_tiles + 2 * kv_tiles), tile)
+    is_query = nearer | (tile < q_tiles)
+    is_value = (is_query == 0) & (tile >= q_tiles + kv_tiles)
+    return tl.where(is_query, tile, (tile - q_tiles) % kv_tiles), is_query, is_value, nearer
+
+
 @triton.jit(do_not_specialize=["stride", "tokens"])
 def _rotary_cache(
     qkv,
@@ -181,6 +200,7 @@ def _rotary_cache(
     dim: tl.constexpr,
     turned: tl.constexpr,
     page: tl.constexpr,
+    reach: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     OVER_ALL: tl.constexpr,
@@ -204,9 +224,8 @@ def _rotary_cache(
 
     q_tiles: tl.constexpr = (heads + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (kv_heads + HEADS - 1) // HEADS
-    is_query, is_value = tile < q_tiles, tile >= q_tiles + kv_tiles
+    tile, is_query, is_value, nearer = _part(tile, q_tiles, kv_tiles)
     is_key = (is_query | is_value) == 0
-    tile = tl.where(is_query, tile, (tile - q_tiles) % kv_tiles)
     count = tl.where(is_query, heads, kv_heads)
     before = tl.where(is_query, 0, tl.where(is_value, heads + kv_heads, heads))
     head = tile * HEADS + tl.arange(0, HEADS)[:, None]
@@ -235,7 +254,8 @@ def _rotary_cache(
         rest = tl.where(normed, c, rest)
     if ROTATES:
         i = head * 0 + tl.arange(0, HALF)[None, :]  # a thread loads those of its own pairs
-        angles = cos_sin + tl.load(positions + token).to(tl.int64) * cos_stride + i
+        position = _turned_as(tl.load(positions + token), nearer, reach)
+        angles = cos_sin + position.to(tl.int64) * cos_stride + i
         cos = tl.load(angles, mask=i < turned // 2, other=0.0).to(tl.float32)
         sin = tl.load(angles + turned // 2, mask=i < turned // 2, other=0.0).to(tl.float32)
         left, right = first * cos - second * sin, second * cos + first * sin
@@ -244,7 +264,9 @@ def _rotary_cache(
     own: tl.constexpr = qkv.dtype.element_ty
     first, second, rest = first.to(own), second.to(own), rest.to(own)
     if is_query:
-        out = y + (token.to(tl.int64) * heads + head) * dim
+        times: tl.constexpr = 2 if reach > 0 else 1
+        row = token.to(tl.int64) * heads * times + tl.where(nearer, heads, 0)
+        out = y + (row + head) * dim
         _store(out, here, first, second, rest, dim, turned, INTERLEAVED, HALF, REST)
     else:
         cache = tl.where(is_value, value_cache, key_cache)
@@ -303,6 +325,7 @@ def rotary_cache(
     recent_window: Tensor | None = None,
     *,
     copies: Tensor | None = None,
+    sink_reach: int = 0,
 ) -> Tensor:
     """`ops.rotary_cache` of caches in rows: queries, keys, values and copies in one launch.
 
@@ -311,7 +334,8 @@ def rotary_cache(
     _check((key_cache, value_cache, key_scale, value_scale))
     kv_heads, page = key_cache.shape[1:3]
     tokens, dim = qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads)
-    y = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    times = 2 if sink_reach else 1
+    y = torch.empty((tokens, heads * times, dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return y
     qkv, vector = whole_vectors(qkv)
@@ -321,7 +345,7 @@ def rotary_cache(
     count = power_of_2(max(heads, kv_heads), 1)  # heads of a tile
     if not over_all:
         count = min(count, max(_TILE // wide, 1))
-    tiles = cdiv(heads, count) + 2 * cdiv(kv_heads, count)
+    tiles = times * cdiv(heads, count) + 2 * cdiv(kv_heads, count)
     more = 0 if copies is None else copies.shape[0]
     _rotary_cache[(tokens + more, tiles)](
         qkv,
@@ -345,6 +369,7 @@ def rotary_cache(
         dim,
         turned,
         page,
+        sink_reach,
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
         OVER_ALL=over_all,
