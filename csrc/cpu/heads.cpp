@@ -43,6 +43,17 @@ void latent_query(const LatentQueryArgs& a) {
   tails.heads = heads.heads;
   tails.threads = a.threads;
   kernels().turn(tails);
+  if (a.sink_reach == 0) return;
+  // the same products again, behind the heads, and other turns
+  const int64_t again = heads.heads * heads.y_head * size, plain = heads.first.n * size;
+  parallel(a.threads, heads.rows, [&](int64_t t) {
+    char* row = static_cast<char*>(heads.y) + t * heads.y_stride * size;
+    for (int64_t h = 0; h < heads.heads; h++, row += heads.y_head * size)
+      __builtin_memcpy(row + again, row, static_cast<size_t>(plain));
+  });
+  tails.y = static_cast<char*>(tails.y) + again;
+  tails.angles.last = a.sink_reach - 1;
+  kernels().turn(tails);
 }
 
 }  // namespace penstock

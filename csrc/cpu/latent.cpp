@@ -19,7 +19,8 @@ void turn_row(const TurnArgs& a, int64_t t) {
   const Angles& by = a.angles;
   float* tail = static_cast<float*>(
       scratch(Scratch::partials, static_cast<size_t>(by.dim + 16) * sizeof(float)));
-  const float* cos_sin = by.cos_sin + by.positions[t] * by.dim;
+  const int64_t at = by.positions[t] < by.last ? by.positions[t] : by.last;
+  const float* cos_sin = by.cos_sin + at * by.dim;
   for (int64_t h = 0; h < a.heads; h++) {
     take(static_cast<const T*>(a.x) + t * a.x_stride + h * a.x_head, by.dim, tail);
     rotate_head(tail, cos_sin, by.dim, by.interleaved);

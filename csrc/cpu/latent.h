@@ -15,6 +15,7 @@ struct Angles {
   int64_t count, dim;
   bool interleaved;
   const int32_t* positions;  // [tokens]
+  int64_t last = INT64_MAX;  // positions beyond it turn as it does
 };
 
 // The last `angles.dim` values of each head, rotated, from one matrix to another.
@@ -66,6 +67,7 @@ void head_linear(const HeadsArgs& a);
 struct LatentQueryArgs {
   HeadsArgs heads;
   Angles angles;
+  int64_t sink_reach;  // as in RotaryCacheArgs
   int threads;
 };
 

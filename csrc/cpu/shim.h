@@ -184,6 +184,8 @@ RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_nor
 AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
                              double scale, int64_t window, double softcap, const Optional& sinks,
                              bool causal, int64_t sink_tokens);
+// Lets queries see the first tokens from any distance.
+void see_sinks(AttentionArgs& a, int64_t window, int64_t sink_tokens, const char* what);
 
 // Positions lie in a table of `table` rows and slots in a cache of `places`, for `count` tokens.
 void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
@@ -233,21 +235,22 @@ HeadsArgs heads_args(Form x, const Tensor& weight, int64_t in, int64_t x_head, i
                      int64_t y_head);
 HeadsArgs head_linear_args(Form x, const Tensor& weight, int64_t out_features);
 LatentQueryArgs latent_query_args(Form q, const Tensor& key_up, const Tensor& cos_sin,
-                                  bool interleaved, int64_t rank);
+                                  bool interleaved, int64_t rank, int64_t sink_reach);
 LatentCacheArgs latent_cache_args(Form kv, const Tensor& norm, double eps, const Tensor& cos_sin,
                                   bool interleaved, const Tensor& cache);
 AttentionArgs latent_attention_args(DType dtype, int64_t heads, int64_t dim, const Tensor& cache,
-                                    double scale, int64_t rank);
+                                    double scale, int64_t rank,
+                                    int64_t window, int64_t sink_tokens);
 
 Tensor head_linear(const Tensor& x, const Tensor& weight, int64_t out_features);
 Tensor mla_query(const Tensor& q, const Tensor& key_up, const Tensor& cos_sin, bool interleaved,
-                 const Tensor& positions, int64_t rank);
+                 const Tensor& positions, int64_t rank, int64_t sink_reach);
 void mla_cache(const Tensor& kv, const Tensor& norm, double eps, const Tensor& cos_sin,
                bool interleaved, const Tensor& positions, const Tensor& slots,
                const Tensor& cache, Optional copies);
 Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_start,
                      const Tensor& context_len, const Tensor& block_table, double scale,
-                     int64_t rank);
+                     int64_t rank, int64_t window, int64_t sink_tokens);
 
 // ── shim_select.cpp ──────────────────────────────────────────────────────────────────────────
 

@@ -230,6 +230,14 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
   return out;
 }
 
+void see_sinks(AttentionArgs& a, int64_t window, int64_t sink_tokens, const char* what) {
+  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens <= 256 && (sink_tokens == 0 || window > 0), what,
+                  ": sink_tokens are 0 to 256 and beside a window; these are ", sink_tokens,
+                  " beside a window of ", window);
+  a.window = window;
+  a.sink_tokens = sink_tokens;
+}
+
 AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
                              double scale, int64_t window, double softcap, const Optional& sinks,
                              bool causal, int64_t sink_tokens) {
@@ -245,16 +253,12 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
   a.value_dim = a.dim;
   a.padded_values = a.padded_dim;
   a.scale = static_cast<float>(scale);
-  a.window = window;
   a.softcap = static_cast<float>(softcap);
   a.sinks = floats(sinks, a.heads, "paged_attention: sinks");
   a.whole = !causal;
   STD_TORCH_CHECK(causal || (window == 0 && !a.recent.slots),
                   "paged_attention: what isn't causal has no window, and a cache without one");
-  a.sink_tokens = sink_tokens;
-  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens <= 256 && (sink_tokens == 0 || window > 0),
-                  "paged_attention: sink_tokens are 0 to 256 and beside a window; these are ",
-                  sink_tokens, " beside a window of ", window);
+  see_sinks(a, window, sink_tokens, "paged_attention");
   STD_TORCH_CHECK(sink_tokens == 0 || !a.recent.slots,
                   "paged_attention: a cache with a window has no sink_tokens");
   return a;

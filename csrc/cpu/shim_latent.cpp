@@ -72,29 +72,33 @@ Tensor head_linear(const Tensor& x, const Tensor& weight, int64_t out_features) 
 }
 
 LatentQueryArgs latent_query_args(Form q, const Tensor& key_up, const Tensor& cos_sin,
-                                  bool interleaved, int64_t rank) {
+                                  bool interleaved, int64_t rank, int64_t sink_reach) {
   const int64_t heads = heads_of(key_up, "mla_query");
   LatentQueryArgs a = {};
+  STD_TORCH_CHECK(sink_reach >= 0, "mla_query: sink_reach is negative: ", sink_reach);
+  a.sink_reach = sink_reach;
   a.angles = angles_of(cos_sin, interleaved, "mla_query: cos_sin");
   STD_TORCH_CHECK(q.columns % heads == 0 && q.columns / heads > a.angles.dim,
                   "mla_query: ", q.columns, " columns aren't those of ", heads,
                   " heads of more than ", a.angles.dim);
   const int64_t dim = q.columns / heads;
   a.heads = heads_args(q, key_up, dim - a.angles.dim, dim, rank, rank + a.angles.dim);
+  if (sink_reach > 0) a.heads.y_stride *= 2;
   return a;
 }
 
 Tensor mla_query(const Tensor& q, const Tensor& key_up, const Tensor& cos_sin, bool interleaved,
-                 const Tensor& positions, int64_t rank) {
-  LatentQueryArgs a =
-      latent_query_args(form_of(q, "mla_query: q"), key_up, cos_sin, interleaved, rank);
+                 const Tensor& positions, int64_t rank, int64_t sink_reach) {
+  LatentQueryArgs a = latent_query_args(form_of(q, "mla_query: q"), key_up, cos_sin, interleaved,
+                                        rank, sink_reach);
   const int64_t tokens = q.size(0), heads = a.heads.heads;
   a.angles.positions = integers(positions, tokens, "mla_query: positions");
   for (int64_t t = 0; t < tokens; t++)
     STD_TORCH_CHECK(a.angles.positions[t] >= 0 && a.angles.positions[t] < a.angles.count,
                     "mla_query: position ", a.angles.positions[t], " is beyond the table of ",
                     a.angles.count);
-  Tensor y = torch::stable::new_empty(q, {tokens, heads, rank + a.angles.dim});
+  Tensor y = torch::stable::new_empty(
+      q, {tokens, heads * (sink_reach > 0 ? 2 : 1), rank + a.angles.dim});
   a.heads.x = q.data_ptr();
   a.heads.x_stride = q.stride(0);
   a.heads.y = y.data_ptr();
@@ -142,7 +146,8 @@ void mla_cache(const Tensor& kv, const Tensor& norm, double eps, const Tensor& c
 }
 
 AttentionArgs latent_attention_args(DType dtype, int64_t heads, int64_t dim, const Tensor& cache,
-                                    double scale, int64_t rank) {
+                                    double scale, int64_t rank, int64_t window,
+                                    int64_t sink_tokens) {
   STD_TORCH_CHECK(heads > 0 && rank > 0 && rank <= dim, "mla_attention: latents of ", rank, " of ",
                   dim, " values and ", heads, " heads");
   const LatentShape s = latent_shape(cache, dtype, dim, "mla_attention");
@@ -161,16 +166,18 @@ AttentionArgs latent_attention_args(DType dtype, int64_t heads, int64_t dim, con
   a.key_cache = cache.data_ptr();
   a.stored = Stored::same;
   a.scale = static_cast<float>(scale);
+  see_sinks(a, window, sink_tokens, "mla_attention");
   return a;
 }
 
 Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_start,
                      const Tensor& context_len, const Tensor& block_table, double scale,
-                     int64_t rank) {
+                     int64_t rank, int64_t window, int64_t sink_tokens) {
   STD_TORCH_CHECK(q.dim() == 3 && q.is_contiguous(),
                   "mla_attention: q must be [tokens, heads, dim], contiguous");
-  AttentionArgs a = latent_attention_args(dtype_of(q, "mla_attention: q"), q.size(1), q.size(2),
-                                          cache, scale, rank);
+  AttentionArgs a = latent_attention_args(dtype_of(q, "mla_attention: q"),
+                                          q.size(1) / (sink_tokens > 0 ? 2 : 1), q.size(2), cache,
+                                          scale, rank, window, sink_tokens);
   const Sequences s = sequences_of(query_start, context_len, block_table, "mla_attention");
   check_sequences(s, q.size(0), a.blocks, a.block_size, "mla_attention");
   a.query_start = s.query_start;

@@ -33,11 +33,25 @@ def by_the_paper(
     latest keys are left, and all are turned by their places in it, as is the query.
     """
     modeling = sys.modules[type(model).__module__]
-    turn, angles = modeling.apply_rotary_pos_emb, {}
+    angles: dict[str, Any] = {}  # of the layer that computes, where it has some
+    names = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")
 
-    def keep_unturned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        angles[id(q)] = cos, sin
-        return q, k
+    def unturned(turn: Any) -> Any:
+        def keep(q: Tensor, k: Tensor, *by: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+            angles.update(turn=turn, by=by, dim=q.shape[-1])
+            return q, k
+
+        return keep
+
+    for name in names:
+        if hasattr(modeling, name):
+            monkeypatch.setattr(modeling, name, unturned(getattr(modeling, name)))
+
+    def turned(x: Tensor, first: int, last: int) -> Tensor:
+        """Of the last dimensions, as at these places."""
+        still, moved = x[..., : -angles["dim"]], x[..., -angles["dim"] :]
+        by = [one[:, first:last] for one in angles["by"]]
+        return torch.cat((still, angles["turn"](moved, moved, *by)[0]), dim=-1)
 
     def attend(
         module: Any,
@@ -54,7 +68,7 @@ def by_the_paper(
         scale = module.scaling if scaling is None else scaling
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        table, out = angles.pop(id(query), None), torch.zeros_like(query)
+        out = query.new_zeros((*query.shape[:3], value.shape[3]))
         for at in range(query.shape[2]):
             kept = list(range(at + 1))
             if sliding_window and sliding_window <= first + latest:
@@ -62,10 +76,8 @@ def by_the_paper(
             elif len(kept) > first + latest:
                 kept = kept[:first] + kept[-latest:]
             q, k, v = query[:, :, at : at + 1], key[:, :, kept], value[:, :, kept]
-            if table is not None:
-                cos, sin = (x[:, : len(kept)] for x in table)  # of places in the cache
-                q = turn(q, q, cos[:, -1:], sin[:, -1:])[0]
-                k = turn(k, k, cos, sin)[0]
+            if angles:  # of places in the cache
+                q, k = turned(q, len(kept) - 1, len(kept)), turned(k, 0, len(kept))
             scores = q @ k.transpose(2, 3) * scale
             if softcap:
                 scores = torch.tanh(scores / softcap) * softcap
@@ -73,9 +85,9 @@ def by_the_paper(
                 more = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
                 scores = torch.cat((scores, more), dim=-1)
             out[:, :, at : at + 1] = torch.softmax(scores, dim=-1)[..., : len(kept)] @ v
+        angles.clear()
         return out.transpose(1, 2), None
 
-    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", keep_unturned)
     monkeypatch.setattr(modeling, "eager_attention_forward", attend)
 
     def logits(tokens: Tensor) -> Tensor:
@@ -88,7 +100,7 @@ def by_the_paper(
 
 NAMES = [
     "llama", "llama3-rope", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "smollm3-window",
-    "olmo2", "phi3-long", "gpt-neox", "gpt-oss", "qwen3-moe",
+    "olmo2", "phi3-long", "gpt-neox", "gpt-oss", "qwen3-moe", "deepseek-v2", "deepseek-v3",
 ]  # fmt: skip
 
 
@@ -212,7 +224,6 @@ def test_what_it_chooses() -> None:
     ("model", "said_of_it"),
     [
         ("gpt2", "has a learned embedding for each position"),
-        ("deepseek-v2", r"attends over latents \(MLA\)"),
         ("mistral", "changes nothing: this model's layers see 19 tokens at most"),
     ],
 )

@@ -120,6 +120,10 @@ def test_queries(shape: tuple[int, ...], interleaved: bool, dtype: torch.dtype) 
     close(got, ops.op("mla_query").reference(q, *given, at, rank))
     alone = [ops.mla_query(q[t : t + 1], *given, at[t : t + 1], rank) for t in range(33)]
     assert torch.equal(got, torch.cat(alone))
+    nearer = ops.mla_query(q, *given, at.clamp(max=99), rank)
+    for both in (ops.mla_query, ops.op("mla_query").reference):
+        close(both(q, *given, at, rank, 100), torch.cat((got, nearer), 1))
+    assert torch.equal(ops.mla_query(q, *given, at, rank, 100), torch.cat((got, nearer), 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,6 +160,28 @@ def test_attention(shape: tuple[int, ...], threads: int, dtype: torch.dtype) -> 
     parts = [(0, 0, 1), (1, 0, 1), (2, 0, 1), (2, 1, 17), (2, 17, 40), (3, 0, 7), (4, 0, 1)]
     alone = [ops.mla_attention(*batch.alone(*part)) for part in parts]
     assert torch.equal(got, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "first"), [(60, 4), (200, 0), (7, 70)])
+@needs_native
+def test_a_window_and_the_first_tokens(window: int, first: int, dtype: torch.dtype) -> None:
+    """Against the reference, and the same bits alone and on every instruction set."""
+    heads = 16 * (2 if first else 1)
+    batch = Batch([(1, 300), (40, 40), (130, 289), (1, 513)], heads, 128, 32, dtype)
+    before, found = native.isa, []
+    try:
+        for isa in native.available_isas():
+            native.select_isa(isa)
+            found.append(ops.mla_attention(*batch.arguments(), window, first))
+            parts = [(0, 0, 1), (1, 0, 17), (1, 17, 40), (2, 0, 1), (2, 1, 99), (2, 99, 130)]
+            alone = [ops.mla_attention(*batch.alone(*x), window, first) for x in parts]
+            last = ops.mla_attention(*batch.alone(3, 0, 1), window, first)
+            assert torch.equal(found[-1], torch.cat((*alone, last)))
+    finally:
+        native.select_isa(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    close(found[0], ops.op("mla_attention").reference(*batch.arguments(), window, first))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -53,8 +53,6 @@ def with_reach(
     why = None
     if decoder.learned_positions:
         why = "has a learned embedding for each position, which a key can't be met without"
-    elif any(decoder.layers[i].attention.latent is not None for i in whole):
-        why = "attends over latents (MLA)"
     elif decoder.vision is not None:
         why = "sees pictures, whose tokens' positions aren't their places"
     if why is not None:

@@ -127,13 +127,16 @@ class LatentAttention(nn.Module):
             q = self.q(x, before, adapters)
         kv = self.kv(x, before, adapters)
         turns = self.table.cos_sin, self.table.interleaved, step.positions
-        q = ops.mla_query(q, self.heads.parameter("key_up"), *turns, rank)
+        spec = self.spec
+        reach = spec.reach if spec.sink_tokens else 0
+        q = ops.mla_query(q, self.heads.parameter("key_up"), *turns, rank, reach)
         norm, (latents,) = self.kv_norm, cache
         eps, weight = norm.spec.eps, norm.parameter("weight")
         ops.mla_cache(kv, weight, eps, *turns, step.slots, latents, copies=step.copies)
         seen = ops.mla_attention(
-            q, latents, step.query_start, step.context_len, step.block_table, self.spec.scale, rank
-        )
+            q, latents, step.query_start, step.context_len, step.block_table, spec.scale, rank,
+            spec.window, spec.sink_tokens,
+        )  # fmt: skip
         values = self.heads.parameter("value_up")
         found = ops.head_linear(seen, values, self.latent.value_dim)
         return found if self.gather is None else self.gather(found)

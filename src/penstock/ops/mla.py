@@ -54,31 +54,49 @@ def head_linear(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
 
 
 def _fake_query(
-    q: Tensor, key_up: Tensor, cos_sin: Tensor, interleaved: bool, positions: Tensor, rank: int
+    q: Tensor,
+    key_up: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    positions: Tensor,
+    rank: int,
+    sink_reach: int = 0,
 ) -> Tensor:
-    return q.new_empty((q.shape[0], key_up.shape[0], rank + cos_sin.shape[1]))
+    heads = key_up.shape[0] * (2 if sink_reach else 1)
+    return q.new_empty((q.shape[0], heads, rank + cos_sin.shape[1]))
 
 
 @define_op(
     "mla_query(Tensor q, Tensor key_up, Tensor cos_sin, bool interleaved, Tensor positions, "
-    "SymInt rank) -> Tensor",
+    "SymInt rank, int sink_reach=0) -> Tensor",
     fake=_fake_query,
 )
 def mla_query(
-    q: Tensor, key_up: Tensor, cos_sin: Tensor, interleaved: bool, positions: Tensor, rank: int
+    q: Tensor,
+    key_up: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    positions: Tensor,
+    rank: int,
+    sink_reach: int = 0,
 ) -> Tensor:
     """Queries for latents: (q, r) of each head become (q · U, r rotated).
 
     q [T, H · (K + R)], rows may be strided; key_up: panels of Uᵀ [rank, K] of each head; cos_sin
     [P, R] and interleaved as in `rotary_cache`; positions [T] int32. Returns [T, H, rank + R] in
-    q.dtype.
+    q.dtype; with a sink_reach [T, 2·H, rank + R], as `rotary_cache` does.
     Cost: as `head_linear`.
     """
     turning = cos_sin.shape[1]
     heads = q.unflatten(1, (key_up.shape[0], -1))
     plain = _by_head(heads[..., :-turning], key_up, rank)
-    turned = rotate(heads[..., -turning:].float(), cos_sin, positions, interleaved)
-    return torch.cat((plain, turned.to(q.dtype)), -1)
+    tails = heads[..., -turning:].float()
+    turned = rotate(tails, cos_sin, positions, interleaved)
+    found = torch.cat((plain, turned.to(q.dtype)), -1)
+    if not sink_reach:
+        return found
+    turned = rotate(tails, cos_sin, positions.clamp(max=sink_reach - 1), interleaved)
+    return torch.cat((found, torch.cat((plain, turned.to(q.dtype)), -1)), 1)
 
 
 def _fake_cache(
@@ -146,13 +164,15 @@ def _fake_attention(
     block_table: Tensor,
     scale: float,
     rank: int,
+    window: int = 0,
+    sink_tokens: int = 0,
 ) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1] * rank))
+    return q.new_empty((q.shape[0], q.shape[1] // (2 if sink_tokens else 1) * rank))
 
 
 @define_op(
     "mla_attention(Tensor q, Tensor cache, Tensor query_start, Tensor context_len, "
-    "Tensor block_table, float scale, int rank) -> Tensor",
+    "Tensor block_table, float scale, int rank, int window=0, int sink_tokens=0) -> Tensor",
     fake=_fake_attention,
 )
 def mla_attention(
@@ -163,14 +183,20 @@ def mla_attention(
     block_table: Tensor,
     scale: float,
     rank: int,
+    window: int = 0,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """Causal attention of a ragged batch over latents: `paged_attention` of one key head.
 
     q [T, H, D] of D = rank + R as `mla_query` gives it; query_start, context_len and block_table as
-    in `Step`. Returns the weighted sums of latents, [T, H · rank] in q.dtype. The order of
-    additions is `paged_attention`'s.
+    in `Step`; window and sink_tokens, beside which q is [T, 2·H, D], as in `paged_attention`.
+    Returns the weighted sums of latents, [T, H · rank] in q.dtype. The order of additions is
+    `paged_attention`'s.
     Cost: 2·H·(D + rank) FLOPs and D·itemsize bytes per visible position.
     """
+    nearer: Tensor | None = None
+    if sink_tokens:
+        q, nearer = q.chunk(2, dim=1)
     out = q.new_empty((q.shape[0], q.shape[1], rank))
     for b in range(context_len.shape[0]):
         start, stop = int(query_start[b]), int(query_start[b + 1])
@@ -182,6 +208,9 @@ def mla_attention(
         seen = torch.arange(length, device=q.device).unsqueeze(0)
         at = seen[:, length - count :].t()
         versions = [(seen >= 0, k, k[..., :rank])]
-        found = attend(q[start:stop], versions, seen, at, scale, 0, 0.0, None)
+        own = None if nearer is None else nearer[start:stop]
+        found = attend(
+            q[start:stop], versions, seen, at, scale, window, 0.0, None, True, own, sink_tokens
+        )
         out[start:stop] = found.to(q.dtype)
     return out.flatten(1)
