@@ -21,6 +21,7 @@ from penstock.cli.options import (
     Quantization,
     grouped,
 )
+from penstock.cli.reach_options import MaxAttentionWindow, SinkTokenLength, reaching
 
 if TYPE_CHECKING:
     from penstock.bench.report import Report
@@ -52,6 +53,8 @@ def latency(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    max_attention_window: MaxAttentionWindow = None,
+    sink_token_length: SinkTokenLength = None,
     placed: Placed = PLACED,
     json_file: JsonFile = None,
 ) -> None:
@@ -61,10 +64,11 @@ def latency(
 
     if input_len is None:
         input_len = max(1, min(512, longest(model) - output_len))
-    check_length(
-        model, max(input_len, context or input_len), output_len,
-        "--input-len, --context or --output-len",
-    )  # fmt: skip
+    if max_attention_window is None:
+        check_length(
+            model, max(input_len, context or input_len), output_len,
+            "--input-len, --context or --output-len",
+        )  # fmt: skip
     workload = benchmark.Workload(
         input_len=input_len,
         output_len=output_len,
@@ -77,6 +81,7 @@ def latency(
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        **reaching(max_attention_window, sink_token_length),
         **placed.chosen(),
     )
     _show(benchmark.run(config, load(config), workload), json_file)
@@ -93,6 +98,8 @@ def throughput(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    max_attention_window: MaxAttentionWindow = None,
+    sink_token_length: SinkTokenLength = None,
     placed: Placed = PLACED,
     json_file: JsonFile = None,
 ) -> None:
@@ -100,7 +107,8 @@ def throughput(
     from penstock.bench import throughput as benchmark
     from penstock.bench.workload import check_length
 
-    check_length(model, input_len, output_len, "--input-len or --output-len")
+    if max_attention_window is None:
+        check_length(model, input_len, output_len, "--input-len or --output-len")
     workload = benchmark.Workload(
         num_prompts=num_prompts,
         input_len=input_len,
@@ -112,6 +120,7 @@ def throughput(
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        **reaching(max_attention_window, sink_token_length),
         **placed.chosen(),
     )
     _show(benchmark.run(config, load(config), workload), json_file)
