@@ -175,6 +175,9 @@ Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_s
                      int64_t rank, int64_t window, int64_t sink_tokens) {
   STD_TORCH_CHECK(q.dim() == 3 && q.is_contiguous(),
                   "mla_attention: q must be [tokens, heads, dim], contiguous");
+  STD_TORCH_CHECK(sink_tokens == 0 || q.size(1) % 2 == 0,
+                  "mla_attention: beside sink_tokens q has the heads of a token twice, not ",
+                  q.size(1), " of them");
   AttentionArgs a = latent_attention_args(dtype_of(q, "mla_attention: q"),
                                           q.size(1) / (sink_tokens > 0 ? 2 : 1), q.size(2), cache,
                                           scale, rank, window, sink_tokens);

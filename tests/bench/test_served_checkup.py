@@ -108,7 +108,7 @@ def test_first_tokens_that_wait_for_long_prompts() -> None:
 
 
 def test_tokens_that_wait_for_prompts() -> None:
-    """Of others, in steps that are too large; and all of them where all are slow."""
+    """All of them, where all are slow; of some that are, see below."""
     with server(max_num_batched_tokens=2048, enable_prefix_caching=False) as running:
         long = {"prompt": [5] * 900, "max_tokens": 1}
         together(running, [{"prompt": "Once", "max_tokens": 300}] * 3 + [long] * 6)
@@ -139,18 +139,25 @@ def test_blocks_that_leak() -> None:
 
 
 def test_pinned_blocks_are_no_leak() -> None:
-    with server() as running:
+    with server(model="stories-chat") as running:
+        part = {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}}
+        body = {
+            "model": "stories", "max_tokens": 3, "messages": [{"role": "user", "content": [part]}]
+        }  # fmt: skip
         with running.client() as client:
-            body = {
-                "model": "stories", "max_tokens": 3, "messages": [
-                    {"role": "user", "content": [
-                        {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}}
-                    ]}
-                ],
-            }  # fmt: skip
-            assert client.post("/v1/messages", json=body).status_code in (200, 400)
-        running.rest()
+            assert client.post("/v1/messages", json=body).status_code == 200
+        assert running.rest()["pinned_blocks"] > 0
         assert "leak" not in found(running)
+        held = running.llm.engine.pool.allocate(2)
+        assert held is not None
+        assert "but 2 blocks of" in found(running)["leak"].text
+        running.llm.engine.pool.release(held)
+
+
+def test_a_short_context() -> None:
+    with server(max_model_len=96) as running:
+        checked = check_up_served(running.url, probe=True)
+    assert checked.runs and {"quality", "repeats"} <= set(checked.checks)
 
 
 def test_drafts_that_are_wrong() -> None:
@@ -243,11 +250,12 @@ vllm:request_success_total{engine="0",finished_reason="stop",model_name="other"}
 def test_reading() -> None:
     assert models_in(METRICS) == ["m", "other"]
     sample = parse(METRICS, 1.0, "m")
-    first = sample.distribution("vllm:time_to_first_token_seconds")
+    first = Span(None, sample, sample).distribution("vllm:time_to_first_token_seconds")
     assert (first.edges, first.counts, first.total) == ((0.1, 0.5, math.inf), (8, 12, 14), 3.0)
     assert first.quantile(0.5) == pytest.approx(0.1 * 7 / 8)
     assert first.quantile(10 / 14) == pytest.approx(0.1 + 0.4 * 0.5)
     assert first.quantile(0.99) == 0.5  # beyond the last edge nothing is known
+    assert (first.told(0.99, str), first.told(0.5, str)[:6]) == ("more than 0.5", "0.0875")
     assert first.mean == pytest.approx(3 / 14)
     assert Distribution().quantile(0.5) == 0.0 == Distribution().mean
     assert sample.sum("process_resident_memory_bytes") == 1e9
@@ -256,6 +264,11 @@ def test_reading() -> None:
     span = Span(sample, later, sample)
     assert span.count("penstock:steps") == 1.0
     assert span.distribution("vllm:time_to_first_token_seconds").counts == (0, 1, 1)
+    again = parse(METRICS.replace("} 4.0", "} 3.0"), 2.0, "m")  # it was begun anew
+    assert Span(sample, again, sample).count("penstock:steps") == 3.0
+    bare = 'x_bucket{a="b"} 4.0\nx_sum NaN\nvllm:kv_cache_usage_perc NaN\npenstock:steps_total 1\n'
+    odd = Span(None, parse(bare, 0.0, None), parse(bare, 0.0, None))
+    assert odd.distribution("x").count == 0 and list(leaks(Seen(odd, Limits()))) == []
     with pytest.raises(ConfigError, match="isn't in Prometheus' text format"):
         parse("this is no { metric", 0.0, None)
 
@@ -294,7 +307,16 @@ def test_steps_that_take_longer_than_their_forward_pass() -> None:
     assert "40% of decoding steps' time was spent outside the forward pass" in said
     assert "most of it on sample (30%). Samplers that go over" in said
     assert "Decoding reached 31% of what this machine allows" in said
-    assert told(slow_steps, STEPS.replace("steps_total 100", "steps_total 1000")) == ""  # short
+    assert (
+        told(slow_steps, STEPS.replace("steps_total 100.0", "steps_total 10000.0")) == ""
+    )  # short
+
+
+def test_leaks_of_one_instance() -> None:
+    """Of three with 100 blocks each."""
+    lines = [f'penstock:kv_cache_blocks{{engine="{i}"}} 100.0' for i in range(3)]
+    lines += [f'vllm:kv_cache_usage_perc{{engine="{i}"}} {0.07 * (i == 1)}' for i in range(3)]
+    assert "but 7 blocks of 300 are in use" in told(leaks, "\n".join([*lines, ""]))
 
 
 def test_an_idle_process_that_grows() -> None:

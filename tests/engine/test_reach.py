@@ -207,6 +207,30 @@ def test_memory_is_flat_at_ten_windows() -> None:
     assert engine.pool.num_used == 0
 
 
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_a_chat_that_grows_beyond_the_cache(num_seqs: int) -> None:
+    """Its prefix is found, and no more of it held than is seen: or nothing would ever be free."""
+    shape = {"max_attention_window": 256, "max_model_len": 6000, "max_num_batched_tokens": 64}
+    small = LLM(max_num_seqs=num_seqs, num_blocks=13, **shape)
+    large = LLM(max_num_seqs=num_seqs, enable_prefix_caching=False, **shape)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    texts = [prompt(length) for length in (416, 480, 700, 1500, 1564, 3000)]
+    want = [said(large.generate([one], params)) for one in texts]
+    for one, own in zip(texts, want, strict=True):
+        engine, name = small.engine, str(len(one["prompt_token_ids"]))
+        engine.add_request(name, one["prompt_token_ids"], params)
+        for _ in range(2000):
+            done = engine.step()
+            if done:
+                break
+        assert done and said(done) == own
+        held = [engine.pool.filled(x.blocks) for x in engine.scheduler.running]
+        assert not held and engine.pool.num_used == 0
+    together = small.generate(texts[:num_seqs], params)
+    assert [said([one]) for one in together] == want[:num_seqs]
+    assert small.stats()["prefix"]["hits"] > 0
+
+
 def test_what_it_chooses() -> None:
     llm = LLM(max_attention_window=100)
     assert llm.runtime.horizon == Horizon(96, 4)

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, KernelError, UnsupportedModelError
 from penstock.kernels import native
 from penstock.models import plugins
 from penstock.nn.mlp import Mlp
-from penstock.nn.spec import MlpSpec
+from penstock.nn.spec import ExpertsSpec, MlpSpec
 from penstock.plugins import include
 from penstock.quant import Dense
 
@@ -167,7 +167,7 @@ def test_which_are_loaded(site: Path, nemotron: tuple[Path, Any]) -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As before any plugin was looked for."""
-    monkeypatch.setattr(plugins, "_loaded", [])
+    monkeypatch.setattr(plugins, "_failed", [])
     monkeypatch.setattr(plugins, "_done", [False])
     return monkeypatch
 
@@ -175,13 +175,25 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_plugins_that_fail(fresh: pytest.MonkeyPatch) -> None:
     broken = EntryPoint("broken", "json:loads", plugins.GROUP)  # called without what it needs
     fresh.setattr(plugins, "entry_points", lambda group: [broken])
-    with pytest.raises(ConfigError, match=r"The plugin broken \(json:loads\) failed: TypeError"):
-        plugins.load_plugins()
+    for _ in range(2):  # the same again, whatever it has registered by then
+        with pytest.raises(ConfigError, match=r"plugin broken \(json:loads\) failed: TypeError"):
+            plugins.load_plugins()
+    plugins._failed.clear()
+    plugins._done[0] = False
     fresh.setenv("PENSTOCK_PLUGINS", "brokn")
     with pytest.raises(ConfigError, match=r"names 'brokn', which no package brings. Did you mean"):
         plugins.load_plugins()
     fresh.setenv("PENSTOCK_PLUGINS", "")
     plugins.load_plugins()
+
+
+def test_a_familys_name_is_taken_once() -> None:
+    from penstock.models import llama, qwen3
+    from penstock.models.registry import register
+
+    register("LlamaForCausalLM")(llama.read_config)  # again: nothing
+    with pytest.raises(UnsupportedModelError, match=r"is read by penstock\.models\.llama already"):
+        register("LlamaForCausalLM")(qwen3.read_config)
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -212,8 +224,9 @@ def test_where_it_can_stand() -> None:
     plain = Dense(torch.float32)
     block = Mlp(64, MlpSpec(32, gated=False, row_operator="doubled_here"), plain, plain)
     assert block.down.in_features == 64
-    with pytest.raises(UnsupportedModelError, match="of one with a gate none can"):
-        Mlp(64, MlpSpec(32, row_operator="doubled_here"), plain, plain)
+    for others in ({}, {"gated": False, "experts": ExpertsSpec(4, 2, True)}):
+        with pytest.raises(UnsupportedModelError, match="with a gate, or of experts, none can"):
+            MlpSpec(32, row_operator="doubled_here", **others)  # type: ignore[arg-type]
 
 
 def test_the_header_is_there() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.server import ServerConfig
 from penstock.server.conversation import Prompts, Rendering
+from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.server.retention import first_kept
 
@@ -112,6 +115,25 @@ def test_played_through(retention: float) -> None:
 def test_a_last_turn_that_is_too_long_stays() -> None:
     assert first_kept([500], [0], [1], 20, 300, 0.5) == 0
     assert first_kept([10, 10, 500], [0, 2], [1, 3], 20, 300, 0.5) == 1
+
+
+def test_what_fits_stays_whole(chats: Running) -> None:
+    """Whatever its messages' texts may seem to take: templates leave out earlier reasoning."""
+    prompts = Prompts(chats.service.prompts.tokenizer, 400)
+    for turn in range(3):
+        messages = [Message(**one) for one in conversation(turn)]
+        made = prompts.of_messages(messages, Rendering(), truncation="auto", retention=0.2)
+        assert made.dropped == 0
+
+
+def test_a_flood_of_text_takes_no_time(chats: Running) -> None:
+    prompts = Prompts(chats.service.prompts.tokenizer, 1024)
+    flood = [Message(role=("user", "assistant")[i % 2], content=SAID * 4000) for i in range(25)]
+    flood.append(Message(role="user", content=SAID))
+    begun = time.perf_counter()
+    with suppress(ApiError):
+        prompts.of_messages(flood[1:], Rendering(), truncation="auto", retention=0.5)
+    assert time.perf_counter() - begun < 2.0  # 7 MB; to split all of it took 6 s
 
 
 def test_refusals(chats: Running) -> None:

@@ -30,7 +30,7 @@ class BlockPool:
     def empty(self) -> int:
         """A block that nothing is ever written to, behind the others; whoever holds it shares it.
 
-        Caches of models whose layers all see a window have it: `runtime.memory.window_of`.
+        Caches of models whose layers all see a window have it: `runtime.memory.horizon_of`.
         """
         return self.num_blocks
 

@@ -29,11 +29,14 @@ class Refusals:
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._longest = longest
+        what = f"max_model_len to {num_blocks * block_size}"
+        if longest < -(-max_model_len // block_size):
+            what = "the window (max_attention_window) or max_num_batched_tokens"
         if num_blocks < longest:  # it would give way to itself for ever
             raise OutOfCacheError(
                 f"One sequence of max_model_len={max_model_len} needs {longest} blocks of "
-                f"{block_size} tokens, but the cache holds {num_blocks}. Lower max_model_len "
-                f"to {num_blocks * block_size}, or give the cache more blocks."
+                f"{block_size} tokens, but the cache holds {num_blocks}. Lower {what}, or give the "
+                "cache more blocks."
             )
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(

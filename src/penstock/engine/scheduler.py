@@ -293,7 +293,10 @@ class Scheduler:
         newcomer.num_computed = len(found) * self.block_size
         count = self._share(newcomer, plan, limit - plan.num_tokens)
         need = self._blocks_for(newcomer.num_computed + count) + len(self.running)
-        need -= sum(self.pool.count(node.block) > 0 for node in found)
+        gone = self.window.passed(newcomer.num_computed)
+        need -= len(gone)
+        held = (node.block for at, node in enumerate(found) if at not in gone)
+        need -= sum(self.pool.count(block) > 0 for block in held)
         newcomer.num_computed = 0
         lacks_rows = self.rows.num_free < request.params.n
         if not count or not (lacks_rows or self.pool.num_available < need):
@@ -343,9 +346,7 @@ class Scheduler:
     def _look_up(self, sequence: Sequence) -> int:
         """Hold the cached prefix of a sequence that is about to start; tokens found."""
         sequence.nodes = self._findable(sequence)
-        sequence.blocks = [node.block for node in sequence.nodes]
-        for block in sequence.blocks:
-            self.pool.share(block)
+        sequence.blocks = self.window.found([node.block for node in sequence.nodes])
         sequence.num_computed = len(sequence.blocks) * self.block_size
         return sequence.num_computed
 

@@ -24,12 +24,29 @@ class Window:
         self._tokens = horizon.window
         self._kept = horizon.kept(block_size)
 
+    def passed(self, num_computed: int) -> range:
+        """Blocks, by their places in a sequence, that the query behind so many tokens can't see."""
+        if not self._tokens:
+            return range(0)
+        last = max(num_computed + 1 - self._tokens, 0) // self._block_size
+        return range(min(self._kept, last), last)
+
+    def found(self, blocks: list[int]) -> list[int]:
+        """Of a cached prefix's blocks those that what follows it can see, held; empty ones between,
+        or a text that goes on for long would hold more than there are.
+        """
+        gone, empty = self.passed(len(blocks) * self._block_size), self._pool.empty
+        kept = [empty if at in gone else block for at, block in enumerate(blocks)]
+        for block in kept:
+            self._pool.share(block)
+        return kept
+
     def pass_by(self, sequence: Sequence) -> bool:
         """Let go of what the next query of `sequence` can't see; whether there was any."""
         if not self._tokens:
             return False
         blocks, empty = sequence.blocks, self._pool.empty
-        last = max(sequence.num_computed + 1 - self._tokens, 0) // self._block_size
+        last = self.passed(sequence.num_computed).stop
         first = max(last, self._kept)
         while first > self._kept and blocks[first - 1] != empty:
             first -= 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
 from penstock.errors import ConfigError, nearest
 
@@ -17,14 +17,16 @@ GROUP = "penstock.plugins"
 VARIABLE = "PENSTOCK_PLUGINS"
 
 logger = logging.getLogger("penstock")
-_loaded: list[str] = []
 _done = [False]
+_failed: list[ConfigError] = []
 
 
 def load_plugins() -> None:
     """Call every wanted package's function that hasn't been. Raises ConfigError, with its name, for
     one that fails, and for a name that no package has.
     """
+    if _failed:
+        raise _failed[0]  # what it had registered by then is half of it
     if _done[0]:
         return
     found = {one.name: one for one in entry_points(group=GROUP)}
@@ -37,20 +39,17 @@ def load_plugins() -> None:
             raise ConfigError(
                 f"{VARIABLE} names {name!r}, which no package brings.{nearest(name, found)}"
             )
+    _done[0] = True  # before they are called: they may ask what there is
     for name in names:
-        if name in _loaded:  # before one that failed
-            continue
+        where = found[name].value
         try:
-            _call(found[name])
+            found[name].load()()
         except Exception as error:
-            raise ConfigError(
-                f"The plugin {name} ({found[name].value}) failed: {type(error).__name__}: {error}. "
-                f"Mend it, uninstall it, or leave it out of {VARIABLE}."
-            ) from error
-        _loaded.append(name)
-        logger.info("The plugin %s (%s) is loaded.", name, found[name].value)
-    _done[0] = True
-
-
-def _call(one: EntryPoint) -> None:
-    one.load()()
+            said = str(error).rstrip(".")
+            failed = ConfigError(
+                f"The plugin {name} ({where}) failed: {type(error).__name__}: {said}. Mend it, "
+                f"uninstall it, or leave it out of {VARIABLE}."
+            )
+            _failed.append(failed)
+            raise failed from error
+        logger.info("The plugin %s (%s) is loaded.", name, where)

@@ -84,7 +84,11 @@ def register(*architectures: str) -> Callable[[Reader], Reader]:
 
     def add(reader: Reader) -> Reader:
         for name in architectures:
-            _readers[name] = reader
+            if _readers.setdefault(name, reader) is not reader:
+                raise UnsupportedModelError(
+                    f"{name} is read by {_readers[name].__module__} already: another reader would "
+                    "never be called."
+                )
         return reader
 
     return add
@@ -96,9 +100,9 @@ ADAPTER = "adapter_config.json"
 
 def architectures() -> list[str]:
     """Every architecture that can be loaded, sorted; those that plugins bring among them."""
-    load_plugins()
     for family in _FAMILIES:
         importlib.import_module(f"penstock.models.{family}")
+    load_plugins()
     return sorted(_readers)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from penstock import ops
-from penstock.errors import UnsupportedModelError
 from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm, Scale
 from penstock.nn.spec import MlpSpec
@@ -58,11 +57,6 @@ class Mlp(nn.Module):
         )
         inner = spec.intermediate
         if spec.row_operator:
-            if spec.gated:
-                raise UnsupportedModelError(
-                    f"The row operator {spec.row_operator} stands in the place of an activation, "
-                    "and of one with a gate none can: set gated=False."
-                )
             inner = ops.row_operator(spec.row_operator).columns(inner)
         self.down = Linear(inner, hidden, spec.bias, down, part=down_part)
 

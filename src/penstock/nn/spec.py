@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.errors import UnsupportedModelError
+
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
@@ -126,6 +128,13 @@ class MlpSpec:
     bias: bool = False
     experts: ExpertsSpec | None = None  # blocks of this kind, of which tokens take a few
     row_operator: str = ""  # another package's (ops.foreign), in the activation's place; no gate
+
+    def __post_init__(self) -> None:
+        if self.row_operator and (self.gated or self.experts is not None):
+            raise UnsupportedModelError(
+                f"The row operator {self.row_operator} stands in the place of an activation, and "
+                "of one with a gate, or of experts, none can: set gated=False, without experts."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,11 @@ def check_expressible(decoder: Decoder) -> None:
             )
         if layer.mlp.experts is not None:
             raise UnsupportedModelError(f"Layer {i} has experts, which --onnx can't write.")
+        if layer.mlp.row_operator:
+            raise UnsupportedModelError(
+                f"Layer {i} has the operator {layer.mlp.row_operator} of another package, which "
+                "--onnx can't write."
+            )
         if attention.sinks:
             raise UnsupportedModelError(f"Layer {i} has attention sinks, which --onnx can't write.")
         if attention.rope is not None and attention.rope.interleaved:
@@ -215,10 +220,12 @@ class DecoderWriter:
             return g.op("Mul", x, g.op("Sigmoid", x))
         if kind == "gelu":
             inner = g.op("Erf", g.op("Mul", x, g.real(0.5**0.5)))
-        else:  # gelu_tanh
+        elif kind == "gelu_tanh":
             cube = g.op("Mul", g.op("Mul", x, x), x)
             sum_ = g.op("Add", x, g.op("Mul", cube, g.real(0.044715)))
             inner = g.op("Tanh", g.op("Mul", sum_, g.real((2 / torch.pi) ** 0.5)))
+        else:
+            raise UnsupportedModelError(f"--onnx can't write the activation {kind!r}.")
         return g.op("Mul", g.op("Mul", x, g.real(0.5)), g.op("Add", inner, g.real(1.0)))
 
     def _softcap(self, x: str, cap: float) -> str:

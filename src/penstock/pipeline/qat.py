@@ -134,7 +134,7 @@ class TrainableDecoder(nn.Module):
     def __init__(self, parts: Parts, length: int) -> None:
         super().__init__()
         self.spec = parts.spec.decoder
-        _check(self.spec, parts.spec.family)
+        check_trainable(self.spec, parts.spec.family)
         self.layers = nn.ModuleList(
             nn.ParameterDict({_key(n): nn.Parameter(t) for n, t in parts.layer(i).items()})
             for i in range(parts.num_layers)
@@ -223,7 +223,8 @@ def _key(name: str) -> str:
     return name.replace(".", "/")  # torch's parameters have no dots in their names
 
 
-def _check(spec: DecoderSpec, family: str) -> None:
+def check_trainable(spec: DecoderSpec, family: str) -> None:
+    """Raises UnsupportedModelError for a decoder that isn't shaped like Llama."""
     lacking = {
         "layer norms": spec.norm.kind != "rms",
         "learned positions": bool(spec.learned_positions),

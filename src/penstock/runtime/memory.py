@@ -144,7 +144,12 @@ def plan_blocks(
             f" beside the {_mib(reserved_bytes)} of the largest step (lower max_num_batched_tokens "
             "or max_num_seqs)"
         )
-    steps = "" if longest is None else "max_num_batched_tokens, or "
+
+    def shorter(blocks: int) -> str:
+        if longest is None:
+            return f"max_model_len to {blocks * layout.block_size}"
+        return "the window (max_attention_window) or max_num_batched_tokens"
+
     budget = int(available_bytes * config.memory_fraction)
     if config.num_blocks is not None:
         need = all_of.nbytes(config.num_blocks)
@@ -158,7 +163,7 @@ def plan_blocks(
             raise OutOfCacheError(
                 f"One sequence of max_model_len={max_model_len} needs {one} blocks of "
                 f"{layout.block_size} tokens, but num_blocks is {blocks}. Raise it, or lower "
-                f"{steps}max_model_len to {blocks * layout.block_size}."
+                f"{shorter(blocks)}."
             )
         return blocks
     fit = all_of.blocks_in(budget)
@@ -173,7 +178,7 @@ def plan_blocks(
                 else "). "
             )
             + (
-                f"Lower {steps}max_model_len to {fit * layout.block_size}."
+                f"Lower {shorter(fit)}."
                 if fit
                 else f"Not even one block ({_mib(all_of.nbytes(1))}) fits: free some memory, or "
                 "raise gpu_memory_utilization"

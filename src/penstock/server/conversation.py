@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +26,9 @@ logger = logging.getLogger("penstock.server")
 
 # What is read of texts that may be longer than the model takes; a million characters take a second.
 _MOST_CHARACTERS = 1 << 20
+_REASONED = re.compile(r"<think>.*?</think>", re.DOTALL)
+_PER_TOKEN = 16  # characters that one token has at most, about
+_ROOMS = 32  # contexts' lengths of a conversation that are played through, at most
 _MOST_MARKS = 4  # of cache_control, as in Anthropic's API
 # What a template is given beside a request's own variables.
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -222,8 +227,10 @@ class Prompts:
         # Each message is a token at least: those before the last max_len can't fit.
         low = next((i for i, x in enumerate(starts) if len(plain) - x <= self._max_len), 0)
         if retention is not None and retention < 1:
-            room = self._max_len - reserve
-            low = max(low, self._first_kept(plain, starts, rendering, source, room, retention))
+            whole = self._if_it_fits(plain, rendering, source, reserve)
+            if whole is not None:
+                return *whole, range(0)
+            low = max(low, self._first_kept(plain, starts, rendering, source, reserve, retention))
         high = max(low, len(starts) - 1)
         while True:  # low: the first that isn't known to be too long; high: tried when none fits
             middle = low if low == high else (low + high) // 2
@@ -235,13 +242,22 @@ class Prompts:
                 return text, ids, range(len(head), start)
             low, high = (low, middle) if fits else (middle + 1, high)
 
+    def _if_it_fits(
+        self, plain: list[dict[str, Any]], rendering: Rendering, source: Source, reserve: int
+    ) -> tuple[str, list[int]] | None:
+        """A whole conversation's text and tokens, unless it is plainly or in fact too long."""
+        if sum(map(len, map(_text_of, plain))) > _PER_TOKEN * self._max_len:
+            return None
+        text, ids = self._render(plain, rendering, source)
+        return (text, ids) if len(ids) + reserve <= self._max_len else None
+
     def _first_kept(
         self,
         plain: list[dict[str, Any]],
         starts: list[int],
         rendering: Rendering,
         source: Source,
-        room: int,
+        reserve: int,
         retention: float,
     ) -> int:
         """`first_kept` by messages' own tokens, and what the template writes around each."""
@@ -249,13 +265,25 @@ class Prompts:
         def tokens(messages: list[dict[str, Any]]) -> int:
             return len(self._render(messages, rendering, source)[1])
 
+        def size(message: dict[str, Any]) -> int:
+            text = _text_of(message)
+            if len(text) > _PER_TOKEN * self._max_len:
+                return len(text) // 4  # too long, whatever it is
+            return around + len(self.tokenizer.encode(text, add_special_tokens=False))
+
         head, one, two = plain[: starts[0]], _said("user"), [_said("assistant"), _said("user")]
         own = len(self.tokenizer.encode(one["content"], add_special_tokens=False))
         least = tokens([*head, one])
         around = max((tokens([*head, one, *two]) - least) // 2 - own, 0)  # of each message
-        texts = map(_text_of, plain)
-        encode = self.tokenizer.encode
-        sizes = [around + len(encode(text, add_special_tokens=False)) for text in texts]
+        sizes, total = [0] * len(plain), 0
+        for at in range(len(plain) - 1, starts[0] - 1, -1):  # of far longer ones, their ends
+            if total > _ROOMS * self._max_len:
+                break
+            sizes[at] = size(plain[at])
+            total += sizes[at]
+        # so that it hardly matters what requests want to be said
+        eighth = max(self._max_len // 8, 1)
+        room = self._max_len - min(-(-reserve // eighth) * eighth, self._max_len - 1)
         ends = [i + 1 for i, m in enumerate(plain) if m["role"] != "assistant" and i >= starts[0]]
         if not ends or ends[-1] != len(plain):
             ends.append(len(plain))
@@ -503,7 +531,9 @@ def _text_of(message: Mapping[str, Any]) -> str:
     content, calls = message["content"], message.get("tool_calls")
     if isinstance(content, list):
         content = "".join(part.get("text") or "" for part in content)
-    return f"{content or ''}{calls or ''}"
+    if message["role"] == "assistant":  # which templates leave out of earlier answers
+        content = _REASONED.sub("", content or "")
+    return f"{content or ''}{json.dumps(calls) if calls else ''}"
 
 
 def _pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:

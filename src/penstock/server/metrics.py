@@ -210,7 +210,8 @@ class Metrics:
         if isinstance(work.params, SamplingParams) and work.params.structured_outputs is not None:
             for one in last.outputs:
                 if one.finish_reason in ("stop", "length"):
-                    complete = "true" if one.finish_reason == "stop" else "false"
+                    ended = one.finish_reason == "stop" and one.stop_reason is None
+                    complete = "true" if ended else "false"  # a stop string may come before
                     self._formed.labels(self._name, complete).inc()
         if work.params.max_tokens is not None:
             self._limits.observe(work.params.max_tokens)

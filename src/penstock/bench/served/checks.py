@@ -5,6 +5,7 @@ A check says nothing where too little happened to tell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -72,8 +73,9 @@ def slow_first_token(seen: Seen) -> Iterator[Finding]:
     queue = span.distribution("vllm:request_queue_time_seconds").mean
     prefill = span.distribution("vllm:request_prefill_time_seconds").mean
     said = (
-        f"99% of first tokens came within {ms(late)}, which is more than {ms(limit)}. Of a request "
-        f"on average: {ms(queue)} in the queue, {ms(prefill)} from there to its first token. "
+        f"The slowest 1% of first tokens took {first.told(0.99, ms)} and longer, where {ms(limit)} "
+        f"is the limit. Of a request on average: {ms(queue)} in the queue, {ms(prefill)} from "
+        "there to its first token. "
     )
     text = _of_queue(seen) if queue > prefill else _of_prompts(seen)
     yield Finding("first token", "hint", said + text)
@@ -167,15 +169,18 @@ def leaks(seen: Seen) -> Iterator[Finding]:
     span = seen.span
     if not seen.idle:
         return
-    blocks = span.last.sum("penstock:kv_cache_blocks")
-    used = round(span.last.most("vllm:kv_cache_usage_perc") * blocks)
-    held = used - round(span.last.sum("penstock:kv_cache_pinned_blocks"))
+    sizes_of = {of.get("engine"): n for of, n in span.last.each("penstock:kv_cache_blocks")}
+    used = [
+        share * sizes_of.get(of.get("engine"), 0.0)
+        for of, share in span.last.each("vllm:kv_cache_usage_perc")
+    ]
+    held = round(sum(x for x in used if math.isfinite(x)))
     if held > 0:
         yield Finding(
             "leak",
             "bug",
-            f"Nothing runs and nothing waits, but {held:,} blocks of {blocks:,.0f} are in use that "
-            "no pin holds: requests will have less and less. Restart it, and report this with what "
+            f"Nothing runs and nothing waits, but {held:,} blocks of {sum(sizes_of.values()):,.0f} "
+            "are in use: requests will have less and less. Restart it, and report this with what "
             "was asked of it before.",
         )
     sizes = [one.sum("process_resident_memory_bytes") for one in (span.begin, span.last)]
@@ -311,8 +316,8 @@ def slow_steps(seen: Seen) -> Iterator[Finding]:
     span = seen.span
     spent = span.by("penstock:step_seconds", "cause", phase="decode")
     all_of, forward = sum(spent.values()), spent.get("forward", 0.0)
-    steps = span.count("penstock:steps")
-    if not steps or all_of / steps < OWN_STEP_S:
+    steps, whole = span.count("penstock:steps"), span.count("penstock:step_seconds")
+    if not steps or not all_of or whole / steps < OWN_STEP_S:
         return
     own = {cause: seconds for cause, seconds in spent.items() if cause != "forward"}
     if own and 1 - forward / all_of > OWN_SHARE:

@@ -87,7 +87,11 @@ async def _look(
     limits: Limits,
     probe: bool,
 ) -> ServedCheckup:
-    served = await served_model(client, model, timeout_s=TIMEOUT_S)
+    try:
+        served = await served_model(client, model, timeout_s=TIMEOUT_S)
+    except ConfigError as error:  # in the words of another command
+        said = str(error).partition(" --ready-timeout")[0].replace("--model", "--served-model")
+        raise ConfigError(said) from error
     found = ServedCheckup(url, served.name, REST_S if seconds is None else seconds)
     found.findings += await _state(client, found)
     text = await _metrics(client)
@@ -154,12 +158,16 @@ async def _state(client: HttpClient, found: ServedCheckup) -> list[Finding]:
 async def _probe(client: HttpClient, served: ServedModel, found: ServedCheckup) -> None:
     """Ask for a text's likelihood, and for one answer twice."""
     try:
-        ordered = await _losses(client, served.name, TEXT)
-        mixed = await _losses(client, served.name, shuffled(TEXT))
+        words = TEXT.split()
+        if served.max_model_len is not None:  # a word has three tokens at most, about
+            words = words[: max(served.max_model_len // 3, 1)]
+        text = " ".join(words)
+        ordered = await _losses(client, served.name, text)
+        mixed = await _losses(client, served.name, shuffled(text))
         found.checks.append("quality")
         uniform = None if served.vocab_size is None else math.log(served.vocab_size)
-        found.findings += quality_findings(ordered, mixed, len(TEXT.split()), uniform)
-        asked = {"prompt": TEXT[:200], "max_tokens": 24, "temperature": 0}
+        found.findings += quality_findings(ordered, mixed, len(words), uniform)
+        asked = {"prompt": " ".join(words[:20]), "max_tokens": 12, "temperature": 0}
         answers = [await _ask(client, served.name, asked) for _ in range(2)]
         found.checks.append("repeats")
         first, second = (one["choices"][0]["text"] for one in answers)

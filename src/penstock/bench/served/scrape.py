@@ -5,7 +5,7 @@ Names are vLLM's and Penstock's own (`server/metrics.py`), in Prometheus' text f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError, MissingExtraError, get_extra
@@ -40,12 +40,11 @@ class Distribution:
             before, low = count, edge
         return low
 
-    def since(self, earlier: Distribution) -> Distribution:
-        """Of what came after `earlier`."""
-        if earlier.edges != self.edges:
-            return self
-        counts = tuple(a - b for a, b in zip(self.counts, earlier.counts, strict=True))
-        return Distribution(self.edges, counts, self.total - earlier.total)
+    def told(self, share: float, words: Callable[[float], str]) -> str:
+        """`quantile` in words: beyond the last finite edge nobody knows how far."""
+        found = self.quantile(share)
+        beyond = len(self.edges) > 1 and self.counts[-2] < share * self.count
+        return f"more than {words(found)}" if beyond else words(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +69,6 @@ class Sample:
     def most(self, name: str, **labels: str) -> float:
         return max((value for _, value in self.each(name, **labels)), default=0.0)
 
-    def distribution(self, name: str) -> Distribution:
-        counts: dict[float, float] = {}
-        for labels, value in self.each(f"{name}_bucket"):
-            edge = float(labels["le"])
-            counts[edge] = counts.get(edge, 0.0) + value
-        edges = tuple(sorted(counts))
-        return Distribution(edges, tuple(counts[edge] for edge in edges), self.sum(f"{name}_sum"))
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -87,21 +78,36 @@ class Span:
     last: Sample
     begin: Sample  # the first that was taken, for what is compared whatever is counted
 
+    def _grown(self, name: str, **labels: str) -> Iterator[tuple[Mapping[str, str], float]]:
+        """How far each counter of a name went; one that fell was begun anew (as in Prometheus)."""
+        before = {}
+        if self.first is not None:
+            before = {tuple(sorted(of.items())): x for of, x in self.first.each(name, **labels)}
+        for of, value in self.last.each(name, **labels):
+            earlier = before.get(tuple(sorted(of.items())), 0.0)
+            yield of, value - earlier if value >= earlier else value
+
     def count(self, name: str, **labels: str) -> float:
         """How far a counter went. Prometheus' clients add `_total` to its name."""
         name = name if name.endswith("_total") else f"{name}_total"
-        before = 0.0 if self.first is None else self.first.sum(name, **labels)
-        return self.last.sum(name, **labels) - before
+        return sum(grown for _, grown in self._grown(name, **labels))
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """The same by what a label says."""
-        kinds = {found.get(label, "") for found, _ in self.last.each(f"{name}_total", **labels)}
-        found = {kind: self.count(name, **{label: kind}, **labels) for kind in sorted(kinds)}
-        return {kind: count for kind, count in found.items() if count > 0}
+        found: dict[str, float] = {}
+        for of, grown in self._grown(f"{name}_total", **labels):
+            found[of.get(label, "")] = found.get(of.get(label, ""), 0.0) + grown
+        return {kind: count for kind, count in sorted(found.items()) if count > 0}
 
     def distribution(self, name: str) -> Distribution:
-        last = self.last.distribution(name)
-        return last if self.first is None else last.since(self.first.distribution(name))
+        counts: dict[float, float] = {}
+        for of, grown in self._grown(f"{name}_bucket"):
+            if "le" in of:
+                edge = float(of["le"])
+                counts[edge] = counts.get(edge, 0.0) + grown
+        edges = tuple(sorted(counts))
+        total = sum(grown for _, grown in self._grown(f"{name}_sum"))
+        return Distribution(edges, tuple(counts[edge] for edge in edges), total)
 
     def gauge(self, name: str, **labels: str) -> float:
         """The most that one engine had at either end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,13 @@ REPORT = "pruning.json"
 
 _LEFT = ("config.json", "penstock.json", "graph.pt2")
 """Files of a checkpoint that speak of its weights as they were."""
+
+
+_OF_TRAINING = {
+    "batch": "--batch-size",
+    "learning_rate": "--learning-rate",
+    "seed": "--seed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,11 @@ class PruneOptions:
             raise ConfigError(f"--steps {self.steps} is below 0.")
         if self.steps:
             self.training()  # refuses what it can't do
+            return
+        usual = {f.name: f.default for f in fields(self)}
+        for name, option in _OF_TRAINING.items():
+            if getattr(self, name) != usual[name]:
+                raise ConfigError(f"{option} is of training: give --steps too.")
 
     def training(self) -> qat.QatOptions:
         """Of the distillation."""
@@ -151,7 +163,7 @@ def prune_model(
         found.weights = _count(last)
         write_checkpoint(folder, last.config, ((name, last.read(name)) for name in last.names()))
         copy_settings(source, folder, but=_LEFT)
-        files = sorted(file.name for file in folder.iterdir())
+        files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
         said = {**found.as_dict(), "files": files}
         (folder / REPORT).write_text(json.dumps(said, indent=2) + "\n")
     return found
@@ -161,7 +173,8 @@ def _parts(source: Path) -> Parts:
     try:
         return Parts.of(open_source(source))
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{source}: pruning isn't built for it. {error}") from error
+        why = str(error).partition(", so codes")[0].rstrip(".")
+        raise UnsupportedModelError(f"{source}: pruning isn't built for it. {why}.") from error
 
 
 def _check(parts: Parts, options: PruneOptions) -> None:
@@ -170,6 +183,8 @@ def _check(parts: Parts, options: PruneOptions) -> None:
         raise UnsupportedModelError(
             f"{parts.spec.family!r} has {why}, which pruning isn't built for."
         )
+    if options.steps:
+        qat.check_trainable(decoder, parts.spec.family)
     if options.layers >= parts.num_layers:
         raise ConfigError(
             f"--layers {options.layers}, but the model has {parts.num_layers}: one at least stays."
@@ -204,7 +219,10 @@ def _texts(
     """What is read, and what is held out: windows of one length, enough of them."""
     size, reduced = parts.spec.decoder.vocab_size, VocabMap.load(source)
     whole = size if reduced is None else reduced.original_size
-    window = min(options.window, parts.spec.decoder.max_position)
+    window, most = options.window, parts.spec.decoder.max_position
+    if window > most and window != WINDOW:
+        raise ConfigError(f"--window {window} is more than the model's {most} positions. Lower it.")
+    window = min(window, most)
     tokenizer = open_tokenizer(source, vocab_size=whole)
 
     def windows(files: tuple[Path, ...], count: int, least: int) -> CalibrationSet:
@@ -253,7 +271,7 @@ def _compare(
     """The models on windows that were held out."""
     whole = Probe(parts, held)
     whole.remember()
-    found.perplexity["whole"] = _perplexity(whole, whole.reference, held)
+    found.perplexity["whole"] = _perplexity(whole.reference, held)
     small = Probe(Parts.of(pruned), held)
     found.divergence = whole.compare(small)
     found.perplexity["pruned"] = _own(small, held)
@@ -265,10 +283,10 @@ def _compare(
 
 def _own(probe: Probe, held: CalibrationSet) -> float:
     probe.remember()
-    return _perplexity(probe, probe.reference, held)
+    return _perplexity(probe.reference, held)
 
 
-def _perplexity(probe: Probe, predicted: Sequence[Tensor], held: CalibrationSet) -> float:
+def _perplexity(predicted: Sequence[Tensor], held: CalibrationSet) -> float:
     """Of the windows' tokens but their first."""
     total, count = 0.0, 0
     rows = torch.cat(list(predicted))
@@ -289,6 +307,6 @@ def _own_files(folder: Path) -> frozenset[str] | None:
     """What a pruning has put into `folder`, by its report."""
     try:
         files = json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset((REPORT, *files)) if isinstance(files, list) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return frozenset((REPORT, *files)) if isinstance(files, list) else None
