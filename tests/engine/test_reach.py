@@ -234,7 +234,7 @@ def test_a_chat_that_grows_beyond_the_cache(num_seqs: int) -> None:
 def test_what_it_chooses() -> None:
     llm = LLM(max_attention_window=100)
     assert llm.runtime.horizon == Horizon(96, 4)
-    assert llm.config.model.max_model_len is None
+    assert llm.runtime.model.max_model_len == 65_536
     assert LLM(max_attention_window=3).runtime.horizon == Horizon(1, 2)
     cost = llm.engine.ledger.costs
     from penstock.roofline import StepSize
@@ -277,7 +277,10 @@ def test_refusals(tmp_path: Path) -> None:
     for asked, why in (
         ({"max_attention_window": 40, "sink_token_length": 40}, "leaves nothing of"),
         ({"max_attention_window": 5000, "max_model_len": 9000}, "is more than the 1024 positions"),
-        ({"max_attention_window": 1024}, "changes nothing where no text is longer"),
+        (
+            {"max_attention_window": 1024, "max_model_len": 1024},
+            "changes nothing where no text is longer",
+        ),
         ({"max_attention_window": 400, "max_model_len": 1 << 25}, "more than 16777216. Lower it"),
         ({"max_model_len": 1 << 20}, "Lower it, set a max_attention_window, or scale its rope"),
         ({"max_attention_window": 40, "prefix_cache_dir": tmp_path}, "blocks are let go"),

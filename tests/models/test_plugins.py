@@ -162,6 +162,16 @@ def test_which_are_loaded(site: Path, nemotron: tuple[Path, Any]) -> None:
     assert run(site, listed) is True
     assert run(site, listed, PENSTOCK_PLUGINS="nemotron") is True
     assert run(site, listed, PENSTOCK_PLUGINS="") is False
+    refused = f"""
+import json
+from pathlib import Path
+from penstock.models import read_spec
+try:
+    read_spec(Path({str(nemotron[0])!r}))
+except Exception as error:
+    print(json.dumps(str(error)))
+"""
+    assert "PENSTOCK_PLUGINS leaves out nemotron" in run(site, refused, PENSTOCK_PLUGINS="")
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ def test_the_command(text: Path, tmp_path: Path) -> None:
     [
         ({"layers": 0}, "Nothing to leave out"),
         ({"layers": 8}, "the model has 8: one at least stays"),
-        ({"neurons": 1.0}, "a share below 1"),
+        ({"neurons": 1.0}, "no share from 0 to below 1"),
         ({"neurons": 0.01}, "of 704 leaves them all"),
         ({"layers": 1, "num_samples": 5}, "fewer than the 12 windows"),
         ({"layers": 1, "window": 1024, "num_samples": 200}, "are tried on or held out"),

@@ -53,6 +53,7 @@ OWN = {
     "penstock:kv_cache_blocks": "gauge",
     "penstock:kv_cache_idle_blocks": "gauge",
     "penstock:kv_cache_pinned_blocks": "gauge",
+    "penstock:max_sequences": "gauge",
     "penstock:structured_outputs": "counter",
     "penstock:demand": "gauge",
     "penstock:kv_fragmentation": "gauge",

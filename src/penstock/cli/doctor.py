@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.bench.finding import Finding
+    from penstock.bench.served.quality import Probed
     from penstock.bench.speculate.checkup import Checkup
     from penstock.config import SpeculativeConfig
 
@@ -63,15 +64,16 @@ def doctor(
     checked = None
     if asked is not None and runs:
         checked = _check_up(path, asked, found)
-    probed = _probed(path) if look.probe and runs else []
+    probed = _probed(path) if look.probe and runs else None
     if as_json:
         extra: dict[str, Any] = {} if examined is None else {"examined": examined.as_dict()}
         extra |= {} if checked is None else {"speculation": checked.as_dict()}
-        extra |= {"probe": [asdict(one) for one in probed]} if look.probe else {}
+        extra |= {} if probed is None else {"probe": asdict(probed)}
         typer.echo(json.dumps({**as_dict(found), **extra}, indent=2))
     else:
         _print(found, examined, checked, probed)
-    if not runs or probed or (checked is not None and not checked.runs):
+    wrong = probed is not None and bool(probed.findings)
+    if not runs or wrong or (checked is not None and not checked.runs):
         raise typer.Exit(1)
 
 
@@ -102,7 +104,7 @@ def _look(look: Look, calibrate: bool, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _probed(path: str | None) -> list[Finding]:
+def _probed(path: str | None) -> Probed:
     """What a model makes of a text."""
     from penstock.bench.served.quality import probe_model
     from penstock.cli.options import MODEL
@@ -124,7 +126,7 @@ def _print(
     found: Diagnosis,
     examined: Examined | None,
     checked: Checkup | None,
-    probed: Sequence[Finding],
+    probed: Probed | None,
 ) -> None:
     from rich.console import Console
 
@@ -139,7 +141,11 @@ def _print(
         console.print(pairs(_drafts(checked)))
     for text in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {text}", markup=True)
-    findings = [*([] if checked is None else checked.findings), *probed]
+    if probed is not None:
+        said = f"{probed.ordered:.2f} nats a token of English, {probed.mixed:.2f} in no order"
+        console.print(pairs([("Language", said)]))
+    findings = [*([] if checked is None else checked.findings)]
+    findings += [] if probed is None else probed.findings
     _print_findings(console, findings)
     if not found.warnings and not findings and (examined is None or examined.runs):
         console.print("[green]Nothing is off.[/green]")

@@ -138,7 +138,19 @@ def _engine(folder: Path) -> Examined:
         "choices": choices,
         "fingerprint": made_for,
     }
+    why = why or _unread(folder)
     return Examined("engine", str(folder), not why, why, facts, details=details)
+
+
+def _unread(folder: Path) -> str:
+    """Why its config can't be read here: a family that another package brings may be missing."""
+    from penstock.models import read_spec
+
+    try:
+        read_spec(folder)
+    except PenstockError as error:
+        return str(error)
+    return ""
 
 
 def _model(path: Path) -> Examined:

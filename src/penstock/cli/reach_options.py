@@ -15,7 +15,7 @@ MaxAttentionWindow = Annotated[
     typer.Option(
         metavar="TOKENS",
         help="A token sees the latest so many, and no more is kept: texts may then be longer than "
-        "what the model was made for (--max-model-len). Default: it sees all.",
+        "what the model was made for. Default: it sees all.",
         rich_help_panel=_PANEL,
     ),
 ]

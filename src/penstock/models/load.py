@@ -14,7 +14,7 @@ from penstock.hardware import detect
 from penstock.models.activations import ACTIVATIONS, Activated, Widened
 from penstock.models.dummy import fill_with_noise
 from penstock.models.gguf.source import GgufSource
-from penstock.models.reach import FURTHEST, with_reach
+from penstock.models.reach import FURTHEST, USUAL, with_reach
 from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
@@ -361,7 +361,7 @@ def _size(count: float) -> str:
 def _length(asked: int | None, decoder: DecoderSpec, forgets: bool = False) -> int:
     """forgets: texts may be longer than what is seen of them."""
     if asked is None:
-        return decoder.max_position
+        return max(decoder.max_position, USUAL if forgets else 0)
     longest = FURTHEST if forgets else max_positions(decoder)
     if asked > longest and forgets:
         raise ConfigError(f"max_model_len={asked} is more than {longest}. Lower it.")

@@ -21,6 +21,16 @@ _done = [False]
 _failed: list[ConfigError] = []
 
 
+def left_out() -> str:
+    """In an error's words, the plugins that are installed and not wanted."""
+    wanted = os.environ.get(VARIABLE)
+    if wanted is None:
+        return ""
+    names = [one.name for one in entry_points(group=GROUP)]
+    missing = [name for name in names if name not in map(str.strip, wanted.split(","))]
+    return f"; {VARIABLE} leaves out {', '.join(missing)}" if missing else ""
+
+
 def load_plugins() -> None:
     """Call every wanted package's function that hasn't been. Raises ConfigError, with its name, for
     one that fails, and for a name that no package has.
@@ -44,7 +54,7 @@ def load_plugins() -> None:
         where = found[name].value
         try:
             found[name].load()()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             said = str(error).rstrip(".")
             failed = ConfigError(
                 f"The plugin {name} ({where}) failed: {type(error).__name__}: {said}. Mend it, "

@@ -14,6 +14,9 @@ from penstock.nn.spec import LayerSpec
 SINK_TOKENS = 4
 """Unless asked otherwise, as in the paper, whose models lost nothing with so many."""
 
+USUAL = 1 << 16
+"""Positions, unless asked otherwise, of a model that was made for fewer."""
+
 FURTHEST = 1 << 24
 """Positions, at most: float32, by which a graph may count them, has every integer up to here."""
 

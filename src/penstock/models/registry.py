@@ -13,7 +13,7 @@ from penstock.models.computable import check_spec
 from penstock.models.config_reader import ConfigReader
 from penstock.models.gguf.config import read_gguf_config
 from penstock.models.gguf.container import is_gguf, read_container
-from penstock.models.plugins import load_plugins
+from penstock.models.plugins import left_out, load_plugins
 from penstock.models.spec import ModelSpec
 
 Reader = Callable[[ConfigReader], ModelSpec]
@@ -205,5 +205,5 @@ def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> Mode
     wanted = names[0] if names else f"model_type {config.get('model_type')!r}"
     raise UnsupportedModelError(
         f"{where} holds {wanted}, which isn't built.{nearest(str(wanted), known)} "
-        f"Built: {', '.join(known)}."
+        f"Built: {', '.join(known)}. Packages may bring others (docs/plugins.md){left_out()}."
     )

@@ -61,7 +61,8 @@ def define_row_operator(
             held = ctypes.CDLL(str(library))
             found = ctypes.cast(getattr(held, symbol), ctypes.c_void_p).value
         except (OSError, AttributeError) as error:
-            raise KernelError(f"The row operator {name} has no C function: {error}.") from error
+            said = str(error).rstrip(".")
+            raise KernelError(f"The row operator {name} has no C function: {said}.") from error
         address = found or 0
     before = _known.get(name)
     if before is not None and (before.reference, before.address) != (reference, address):

@@ -244,8 +244,8 @@ def check_trainable(spec: DecoderSpec, family: str) -> None:
         lacking["norms over all heads"] = a.qk_norm == "full"
         if found := [name for name, there in lacking.items() if there]:
             raise UnsupportedModelError(
-                f"{family!r} has {', '.join(found)}, which training isn't built for. To "
-                "quantize it, use GPTQ or AWQ."
+                f"{family!r} has {', '.join(found)}, which training isn't built for "
+                "(--method qat, --steps of prune)."
             )
 
 

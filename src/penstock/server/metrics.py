@@ -301,6 +301,11 @@ class _EngineCollector(Collector):
                     "signal: above 1 requests wait for another instance.",
                     demand_of(stats, self._llm.config.scheduler.max_num_seqs),
                 ),
+                (
+                    "penstock:max_sequences",
+                    "Sequences that a step has room for (--max-num-seqs).",
+                    self._llm.config.scheduler.max_num_seqs,
+                ),
                 ("penstock:kv_cache_blocks", "Blocks of the cache.", blocks),
                 (
                     "penstock:kv_cache_idle_blocks",

@@ -88,8 +88,8 @@ def _of_queue(seen: Seen) -> str:
             "They waited for blocks: the cache was full. See what is said of it; shorter max_tokens"
             " and prompts need less."
         )
-    if span.gauge("penstock:demand") >= 1.0 or span.gauge("vllm:num_requests_waiting") > 0:
-        running = span.gauge("penstock:sequences_running")
+    running, most = span.gauge("penstock:sequences_running"), span.gauge("penstock:max_sequences")
+    if running >= most if most else span.gauge("vllm:num_requests_waiting") > 0:
         return (
             f"They waited for others to end, of which {running:,.0f} ran at once: raise "
             "--max-num-seqs as far as penstock tune says, or start another instance (penstock "
@@ -136,8 +136,9 @@ def uneven_tokens(seen: Seen) -> Iterator[Finding]:
         )
     else:
         running = span.gauge("penstock:sequences_running")
+        at_once = f", up to {running:,.0f} sequences at once" if running else ""
         said += (
-            f"All are slow, up to {running:,.0f} sequences at once: lower --max-num-seqs (penstock "
+            f"All are slow{at_once}: lower --max-num-seqs (penstock "
             "tune --goodput chat finds it), or take weights in fewer bits (--quantization w8a8)."
         )
     yield Finding("between tokens", "hint", said)

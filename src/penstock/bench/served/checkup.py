@@ -87,20 +87,29 @@ async def _look(
     limits: Limits,
     probe: bool,
 ) -> ServedCheckup:
+    found = ServedCheckup(url, model or "?", REST_S if seconds is None else seconds)
+    found.findings += await _state(client, found)
     try:
         served = await served_model(client, model, timeout_s=TIMEOUT_S)
+        text = await _metrics(client)
     except ConfigError as error:  # in the words of another command
+        if found.findings:
+            return found  # it says what it is doing meanwhile
         said = str(error).partition(" --ready-timeout")[0].replace("--model", "--served-model")
         raise ConfigError(said) from error
-    found = ServedCheckup(url, served.name, REST_S if seconds is None else seconds)
-    found.findings += await _state(client, found)
-    text = await _metrics(client)
+    found.model = served.name
     named = models_in(text)
     # an adapter's requests are counted with its model's
     of = served.name if served.name in named or len(named) > 1 else None
     begin = parse(text, time.monotonic(), of)
     await asyncio.sleep(found.seconds)
-    last = parse(await _metrics(client), time.monotonic(), of)
+    try:
+        last = parse(await _metrics(client), time.monotonic(), of)
+    except ConfigError as error:
+        found.findings.append(
+            Finding("process", "fault", f"It went away while it was looked at: {error}")
+        )
+        return found
     restarted = begin.sum("process_start_time_seconds") != last.sum("process_start_time_seconds")
     found.since_start = seconds is None or restarted
     span = Span(None if found.since_start else begin, last, last if restarted else begin)
@@ -141,6 +150,8 @@ async def _state(client: HttpClient, found: ServedCheckup) -> list[Finding]:
         try:
             status, body = await client.get_json(path, timeout_s=TIMEOUT_S)
         except ExchangeError as failure:
+            if failure.kind == "connect":
+                return []  # nobody is there: an error, which is told of by the next
             findings.append(Finding("health", "fault", f"{path} isn't answered: {failure}"))
             continue
         if status == 404:
@@ -149,9 +160,8 @@ async def _state(client: HttpClient, found: ServedCheckup) -> list[Finding]:
             found.checks.append("health")
         if status >= 500:
             why = body.get("reason", body.get("status", "")) if isinstance(body, dict) else ""
-            findings.append(
-                Finding("health", "fault", f"It {what}: {path} says HTTP {status}, {why or '–'}.")
-            )
+            said = f"HTTP {status}, {str(why or '–').rstrip('.')}"
+            findings.append(Finding("health", "fault", f"It {what}: {path} says {said}."))
     return findings
 
 

@@ -56,7 +56,16 @@ class Losses:
         return self.total / max(self.tokens, 1)
 
 
-def probe_model(model: str, **forms: Any) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a model made of a text, and of its words in no order; nats a token."""
+
+    ordered: float
+    mixed: float
+    findings: list[Finding]
+
+
+def probe_model(model: str, **forms: Any) -> Probed:
     """Of a model here; forms: dtype, quantization, … Raises ConfigError without a tokenizer."""
     llm = LLM(model, max_num_seqs=2, **forms)
     tokenizer = llm.runtime.tokenizer
@@ -74,7 +83,8 @@ def probe_model(model: str, **forms: Any) -> list[Finding]:
         each = [one[token].logprob for token, one in pairs if one is not None]
         found.append(Losses(-sum(each), len(each)))
     ordered, mixed = found
-    return quality_findings(ordered, mixed, len(words), math.log(llm.runtime.vocab_size))
+    findings = quality_findings(ordered, mixed, len(words), math.log(llm.runtime.vocab_size))
+    return Probed(ordered.mean, mixed.mean, findings)
 
 
 def quality_findings(

@@ -39,7 +39,7 @@ from penstock.tokenizer import VocabMap
 REPORT = "pruning.json"
 """In the new checkpoint: what was left out, and the figures."""
 
-_LEFT = ("config.json", "penstock.json", "graph.pt2")
+_LEFT = ("config.json", "penstock.json", "graph.pt2", "README.md")
 """Files of a checkpoint that speak of its weights as they were."""
 
 
@@ -70,19 +70,22 @@ class PruneOptions:
     def __post_init__(self) -> None:
         if not self.calib:
             raise ConfigError("What goes is chosen by a text: give --calib.")
-        if self.layers < 0 or not 0 <= self.neurons < 1:
-            raise ConfigError(
-                f"--layers {self.layers}, --neurons {self.neurons:g}: a number of layers, and a "
-                "share below 1."
-            )
+        if self.layers < 0:
+            raise ConfigError(f"--layers {self.layers} is below 0.")
+        if not 0 <= self.neurons < 1:
+            raise ConfigError(f"--neurons {self.neurons:g} is no share from 0 to below 1.")
         if not self.layers and not self.neurons:
             raise ConfigError("Nothing to leave out: give --layers, --neurons or both.")
         least = self.trial_windows + self.held_out * (not self.held_out_text)
-        if min(self.trial_windows, self.held_out) < 1 or self.num_samples < least:
+        if min(self.trial_windows, self.held_out) < 1:
+            raise ConfigError(
+                f"--trial-windows {self.trial_windows}, --held-out {self.held_out}: one of each is "
+                "the least."
+            )
+        if self.num_samples < least:
             raise ConfigError(
                 f"--num-samples {self.num_samples} are fewer than the {least} windows that are "
-                f"tried on ({self.trial_windows}) and held out ({self.held_out}), one of each at "
-                "least."
+                f"tried on ({self.trial_windows}) and held out."
             )
         if self.steps < 0:
             raise ConfigError(f"--steps {self.steps} is below 0.")
