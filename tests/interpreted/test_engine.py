@@ -115,6 +115,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+SLOW = pytest.mark.slow  # further ways to what the others have been through
+
+
+@SLOW
 def test_a_window_and_the_first_tokens(folder: Path) -> None:
     """Of which most are seen no more: alone and together, with what is cached found again."""
     reach = {"max_attention_window": 11, "sink_token_length": 3}
@@ -125,9 +129,6 @@ def test_a_window_and_the_first_tokens(folder: Path) -> None:
     for _ in range(2):
         assert run(together, PARAMS["greedy"]) == want
     assert want != run(engine(folder), PARAMS["greedy"])
-
-
-SLOW = pytest.mark.slow  # further ways to what the others have been through
 
 
 @pytest.mark.parametrize(

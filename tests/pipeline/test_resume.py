@@ -111,14 +111,14 @@ def test_what_was_measured_is_not_measured_again(
     with pytest.raises(CutOffError):
         sensitivity.measure(folder, SCHEMES, calibration, stop, work=work)
     measured: list[str] = []
-    real = sensitivity._Probe.losses
+    real = sensitivity._Trials.losses
 
     def losses(self: Any, module: str, schemes: Any) -> list[float]:
         measured.append(module)
         return real(self, module, schemes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sensitivity._Probe, "losses", losses)
+        patch.setattr(sensitivity._Trials, "losses", losses)
         assert sensitivity.measure(folder, SCHEMES, calibration, work=work) == whole
         assert measured == list(whole)[5:]
         assert sensitivity.measure(folder, SCHEMES, calibration, work=work) == whole
