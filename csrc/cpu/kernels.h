@@ -226,7 +226,7 @@ struct Scales {
 
 // Layouts of the caches: ops/rotary_cache.py. A block is contiguous; the next may be anywhere behind it.
 struct RotaryCacheArgs {
-  const void* q;  // [tokens, heads · dim]; k and v [tokens, kv_heads · dim]
+  const void* q;  // [tokens, heads · dim]; k [tokens, kv_heads · dim], v [tokens, kv_heads · kept]
   const void* k;
   const void* v;
   int64_t stride;  // elements between the rows of each
@@ -251,8 +251,10 @@ struct RotaryCacheArgs {
   Stored stored;
   Recent recent;
   int64_t blocks, block_size, padded_dim;
-  void* q_out;  // [tokens, heads, dim] contiguous
-  int64_t sink_reach;  // 0: none; else [tokens, 2 · heads, dim], each again as at a position below it
+  const float* bases;  // [2, kv_heads, dim, kept]: of queries, of keys; may be null, and kept is dim
+  int64_t kept;        // dimensions of a head in the cache, of values before it, and of q_out
+  void* q_out;         // [tokens, heads, kept] contiguous
+  int64_t sink_reach;  // 0: none; else [tokens, 2 · heads, kept], each again as at a position below it
   int64_t tokens, heads, kv_heads, dim;
   DType dtype;
   int threads;

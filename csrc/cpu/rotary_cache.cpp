@@ -19,18 +19,40 @@ void take_head(const T* x, int64_t dim, const float* weight, F16 scale, float* o
   }
 }
 
-// body(h, head as floats) for each of `heads` heads in a row at x, normalised where asked.
+// body(h, head as floats) for each of `heads` heads of `dim` in a row at x, normalised where asked.
 template <typename T, typename Body>
-void each_head(const RotaryCacheArgs& a, const T* x, int64_t heads, const float* norm, float* head,
-               Body body) {
+void each_head(const RotaryCacheArgs& a, const T* x, int64_t heads, int64_t dim, const float* norm,
+               float* head, Body body) {
   F16 scale = zero();
-  if (norm && a.norm_all) scale = inverse_deviation(x, heads * a.dim, 0.0f, a.eps);
+  if (norm && a.norm_all) scale = inverse_deviation(x, heads * dim, 0.0f, a.eps);
   for (int64_t h = 0; h < heads; h++) {
-    const T* from = x + h * a.dim;
-    if (norm && !a.norm_all) scale = inverse_deviation(from, a.dim, 0.0f, a.eps);
-    take_head(from, a.dim, norm ? norm + (a.norm_all ? h * a.dim : 0) : nullptr, scale, head);
+    const T* from = x + h * dim;
+    if (norm && !a.norm_all) scale = inverse_deviation(from, dim, 0.0f, a.eps);
+    take_head(from, dim, norm ? norm + (a.norm_all ? h * dim : 0) : nullptr, scale, head);
     body(h);
   }
+}
+
+// A head in its basis, or as it is where there is none. side: 0 of queries, 1 of keys; `more` has room
+// for what is kept. Sums run over the head's dimensions in order.
+float* in_basis(const RotaryCacheArgs& a, int64_t side, int64_t kv_head, float* head,
+                float* more) {
+  if (!a.bases) return head;
+  const float* basis = a.bases + (side * a.kv_heads + kv_head) * a.dim * a.kept;
+  const auto columns = [&](int64_t first, auto count) {
+    F16 sums[count];
+    for (F16& sum : sums) sum = zero();
+    for (int64_t d = 0; d < a.dim; d++) {
+      const F16 x = set1(head[d]);
+      for (int64_t i = 0; i < count; i++)
+        sums[i] = fma(x, load(basis + d * a.kept + first + 16 * i), sums[i]);
+    }
+    for (int64_t i = 0; i < count; i++) store(more + first + 16 * i, sums[i]);
+  };
+  int64_t first = 0;
+  for (; a.kept - first >= 64; first += 64) columns(first, std::integral_constant<int64_t, 4>{});
+  for (; first < a.kept; first += 16) columns(first, std::integral_constant<int64_t, 1>{});
+  return more;
 }
 
 // Where value j of a head at `offset` of a block lies, in units of one value.
@@ -70,13 +92,13 @@ void put_head(const RotaryCacheArgs& a, const float* head, const Spot& at, int64
   const int64_t offset = at.offset;
   int64_t from = 0;
   if constexpr (std::is_same_v<S, bf16>)
-    for (; a.dim - from >= 16; from += 16) {
+    for (; a.kept - from >= 16; from += 16) {
       bf16 words[16];
       store(words, load(head + from));
       for (int64_t j = 0; j < 16; j++) out[Side::place(a, offset, from + j, 2)] = words[j];
     }
   for (int64_t j = from; j < a.padded_dim; j++)
-    from_float(j < a.dim ? head[j] : 0.0f, out[Side::place(a, offset, j, v)]);
+    from_float(j < a.kept ? head[j] : 0.0f, out[Side::place(a, offset, j, v)]);
 }
 
 // Head to int8 in place, as floats; returns the scale that they were divided by, as float16.
@@ -127,7 +149,7 @@ void put_nibbles(const RotaryCacheArgs& a, const float* head, const Spot& at) {
       scales_at(Side::scale(a), at.block, at.head, groups * 2 * a.block_size) + offset;
   for (int64_t g = 0; g < groups; g++) {
     const int64_t from = g * kCacheGroup;
-    const int64_t count = a.dim - from < kCacheGroup ? a.dim - from : kCacheGroup;
+    const int64_t count = a.kept - from < kCacheGroup ? a.kept - from : kCacheGroup;
     F16 low = set1(__builtin_inff()), high = set1(-__builtin_inff()), bad = zero();
     for (int64_t j = 0; j < count; j += 16) {
       const int c = count - j < 16 ? static_cast<int>(count - j) : 16;
@@ -143,7 +165,7 @@ void put_nibbles(const RotaryCacheArgs& a, const float* head, const Spot& at) {
     for (int64_t base = from; base < from + kCacheGroup && base < a.padded_dim; base += 16) {
       float codes[16];
       store(codes, keep_first(to_codes(load(head + base), step, minimum),
-                              a.dim - base < 16 ? static_cast<int>(a.dim - base) : 16, 0.0f));
+                              a.kept - base < 16 ? static_cast<int>(a.kept - base) : 16, 0.0f));
       for (int64_t j = 0; j < 8; j++) {
         const auto first = static_cast<unsigned>(codes[Bytes::first(j)]);
         const auto second = static_cast<unsigned>(codes[Bytes::first(j) + Bytes::kApart]);
@@ -157,10 +179,10 @@ template <typename T, typename Side>
 void write_head(const RotaryCacheArgs& a, float* head, Side, const Spot& at) {
   constexpr int64_t v = 4 / static_cast<int64_t>(sizeof(T));
   if (a.stored == Stored::same) return put_head<Side, T>(a, head, at, v);
-  for (int64_t j = 0; j < a.dim; j += 16) store(head + j, round_to<T>(load(head + j)));
+  for (int64_t j = 0; j < a.kept; j += 16) store(head + j, round_to<T>(load(head + j)));
   if (a.stored == Stored::fp8) return put_head<Side, fp8>(a, head, at, v);
   if (a.stored == Stored::int4) return put_nibbles<Side>(a, head, at);
-  scales_at(Side::scale(a), at.block, at.head, a.block_size)[at.offset] = round_head(head, a.dim);
+  scales_at(Side::scale(a), at.block, at.head, a.block_size)[at.offset] = round_head(head, a.kept);
   put_head<Side, int8_t>(a, head, at, v);
 }
 
@@ -170,7 +192,7 @@ void keep_head(const RotaryCacheArgs& a, const float* head, bf16* pool, int64_t 
   const int64_t block = a.recent.slots[slot / a.block_size], offset = slot % a.block_size;
   bf16* out = pool + (block * a.kv_heads + h) * a.block_size * a.padded_dim;
   for (int64_t j = 0; j < a.padded_dim; j++)
-    from_float(j < a.dim ? head[j] : 0.0f, out[Side::place(a, offset, j, 2)]);
+    from_float(j < a.kept ? head[j] : 0.0f, out[Side::place(a, offset, j, 2)]);
 }
 
 // Step, minimum and codes of one dimension over 32 positions, 16 in each half.
@@ -231,17 +253,19 @@ template <typename T>
 void turn_queries(const RotaryCacheArgs& a, int64_t t, int64_t position, T* out, float* head) {
   const float* cos_sin = angles(a, position);
   const T* q = static_cast<const T*>(a.q) + t * a.stride;
-  each_head(a, q, a.heads, a.q_norm, head, [&](int64_t h) {
+  const int64_t group = a.heads / a.kv_heads;
+  each_head(a, q, a.heads, a.dim, a.q_norm, head, [&](int64_t h) {
     if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
-    for (int64_t j = 0; j < a.dim; j += 16)
-      store_some(out + h * a.dim + j, load(head + j),
-                 a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16);
+    const float* from = in_basis(a, 0, h / group, head, head + a.dim + 16);
+    for (int64_t j = 0; j < a.kept; j += 16)
+      store_some(out + h * a.kept + j, load(from + j),
+                 a.kept - j < 16 ? static_cast<int>(a.kept - j) : 16);
   });
 }
 
 template <typename T>
 void one_query(const RotaryCacheArgs& a, int64_t t, float* head) {
-  const int64_t position = a.positions[t], size = a.heads * a.dim;
+  const int64_t position = a.positions[t], size = a.heads * a.kept;
   T* out = static_cast<T*>(a.q_out) + t * size * (a.sink_reach > 0 ? 2 : 1);
   turn_queries(a, t, position, out, head);
   if (a.sink_reach > 0)
@@ -255,13 +279,14 @@ void one_slot(const RotaryCacheArgs& a, int64_t t, int64_t slot, float* head) {
   const float* cos_sin = angles(a, a.positions[t]);
   const int64_t block = slot / a.block_size, offset = slot % a.block_size;
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
-  each_head(a, key, a.kv_heads, a.k_norm, head, [&](int64_t h) {
+  each_head(a, key, a.kv_heads, a.dim, a.k_norm, head, [&](int64_t h) {
     if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
-    if (a.recent.slots) return keep_head<Key>(a, head, a.recent.keys, h, slot);
-    write_head<T>(a, head, Key{}, {block, h, offset});
+    float* own = in_basis(a, 1, h, head, head + a.dim + 16);
+    if (a.recent.slots) return keep_head<Key>(a, own, a.recent.keys, h, slot);
+    write_head<T>(a, own, Key{}, {block, h, offset});
   });
   const T* value = static_cast<const T*>(a.v) + t * a.stride;
-  each_head(a, value, a.kv_heads, nullptr, head, [&](int64_t h) {
+  each_head(a, value, a.kv_heads, a.kept, nullptr, head, [&](int64_t h) {
     if (a.recent.slots) keep_head<Value>(a, head, a.recent.values, h, slot);
     write_head<T>(a, head, Value{}, {block, h, offset});
   });
@@ -271,7 +296,7 @@ void one_slot(const RotaryCacheArgs& a, int64_t t, int64_t slot, float* head) {
 template <typename T>
 void one_row(const RotaryCacheArgs& a, int64_t row) {
   float* head = static_cast<float*>(
-      scratch(Scratch::partials, static_cast<size_t>(a.dim + 16) * sizeof(float)));
+      scratch(Scratch::partials, static_cast<size_t>(a.dim + a.kept + 32) * sizeof(float)));
   if (row < a.tokens) {
     one_query<T>(a, row, head);
     one_slot<T>(a, row, a.slots[row], head);

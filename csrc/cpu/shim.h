@@ -180,7 +180,8 @@ struct CacheTensors {
 
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
-                                  bool interleaved, const CacheTensors& cache, int64_t sink_reach);
+                                  bool interleaved, const CacheTensors& cache, int64_t sink_reach,
+                                  const Optional& bases);
 AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
                              double scale, int64_t window, double softcap, const Optional& sinks,
                              bool causal, int64_t sink_tokens);
@@ -217,7 +218,7 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
                     Optional key_scale, Optional value_scale, Optional recent_keys,
                     Optional recent_values, Optional recent_slots, Optional recent_window,
-                    Optional copies, int64_t sink_reach);
+                    Optional copies, int64_t sink_reach, Optional bases);
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,

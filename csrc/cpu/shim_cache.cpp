@@ -144,12 +144,35 @@ void take_shape(const CacheShape& shape, Args& a) {
   a.recent = shape.recent;
 }
 
+// Dimensions of a head, of queries and of what is kept, from those of all of them.
+void take_widths(RotaryCacheArgs& a, int64_t columns, const Optional& bases) {
+  const int64_t all = a.heads + 2 * a.kv_heads;
+  if (!bases) {
+    a.dim = a.kept = columns / all;
+    STD_TORCH_CHECK(a.dim > 0 && columns == a.dim * all, "rotary_cache: ", columns,
+                    " columns aren't ", a.heads, " + 2 · ", a.kv_heads, " heads");
+    return;
+  }
+  STD_TORCH_CHECK(bases->dim() == 4 && bases->size(0) == 2 && bases->size(1) == a.kv_heads &&
+                      a.heads % a.kv_heads == 0,
+                  "rotary_cache: bases must be [2, ", a.kv_heads, ", dim, kept]");
+  a.dim = bases->size(2);
+  a.kept = bases->size(3);
+  STD_TORCH_CHECK(a.kept > 0 && a.kept % 16 == 0 && a.kept <= a.dim, "rotary_cache: ", a.kept,
+                  " dimensions that are kept of ", a.dim, " aren't a multiple of 16 of them");
+  const int64_t expected = (a.heads + a.kv_heads) * a.dim + a.kv_heads * a.kept;
+  STD_TORCH_CHECK(columns == expected, "rotary_cache: ", columns, " columns aren't the ", expected,
+                  " of ", a.heads, " and ", a.kv_heads, " heads of ", a.dim, ", and values of ",
+                  a.kept);
+  a.bases = floats(*bases, bases->numel(), "rotary_cache: bases");
+}
+
 }  // namespace
 
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
                                   bool interleaved, const CacheTensors& cache,
-                                  int64_t sink_reach) {
+                                  int64_t sink_reach, const Optional& bases) {
   RotaryCacheArgs a = {};
   a.dtype = qkv.dtype;
   a.heads = heads;
@@ -158,11 +181,8 @@ RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_nor
   STD_TORCH_CHECK(cache.keys.dim() == 6 && heads > 0,
                   "rotary_cache: key_cache must have 6 dimensions, has ", cache.keys.dim());
   a.kv_heads = cache.keys.size(1);
-  const int64_t all = heads + 2 * a.kv_heads;
-  a.dim = qkv.columns / all;
-  STD_TORCH_CHECK(a.dim > 0 && qkv.columns == a.dim * all, "rotary_cache: ", qkv.columns,
-                  " columns aren't ", heads, " + 2 · ", a.kv_heads, " heads");
-  take_shape(cache_shape(cache, a.dtype, a.dim), a);
+  take_widths(a, qkv.columns, bases);
+  take_shape(cache_shape(cache, a.dtype, a.kept), a);
   a.norm_all = q_norm && q_norm->numel() != a.dim;
   a.q_norm = floats(q_norm, a.norm_all ? heads * a.dim : a.dim, "rotary_cache: q_norm");
   a.k_norm = floats(k_norm, a.norm_all ? a.kv_heads * a.dim : a.dim, "rotary_cache: k_norm");
@@ -206,12 +226,12 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
                     Optional key_scale, Optional value_scale, Optional recent_keys,
                     Optional recent_values, Optional recent_slots, Optional recent_window,
-                    Optional copies, int64_t sink_reach) {
+                    Optional copies, int64_t sink_reach, Optional bases) {
   RotaryCacheArgs a = rotary_cache_args(
       form_of(qkv, "rotary_cache: qkv"), heads, q_norm, k_norm, eps, cos_sin, interleaved,
       {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values, recent_slots,
        recent_window},
-      sink_reach);
+      sink_reach, bases);
   a.tokens = qkv.size(0);
   a.positions = integers(positions, a.tokens, "rotary_cache: positions");
   a.slots = integers(slots, a.tokens, "rotary_cache: slots");
@@ -223,7 +243,7 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
   if (a.copied > 0) a.copies = static_cast<const int32_t*>(copies->data_ptr());
   place_heads(a, qkv.data_ptr(), qkv.stride(0));
   Tensor out =
-      torch::stable::new_empty(qkv, {a.tokens, a.heads * (sink_reach > 0 ? 2 : 1), a.dim});
+      torch::stable::new_empty(qkv, {a.tokens, a.heads * (sink_reach > 0 ? 2 : 1), a.kept});
   a.q_out = out.data_ptr();
   a.threads = threads();
   kernels().rotary_cache(a);

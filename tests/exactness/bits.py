@@ -59,6 +59,8 @@ MIXED = " of experts"
 """Ends the name of a form whose feed-forward blocks are mixtures."""
 LATENT = " over latents"
 """… of one that attends over latents."""
+RANKED = " of low rank"
+"""… of one that keeps keys and values in fewer dimensions than their heads have."""
 
 
 def mixed_spec() -> DecoderSpec:
@@ -87,6 +89,15 @@ def latent_spec() -> DecoderSpec:
         LayerSpec(wide, MlpSpec(160, experts=few)),
     )
     return replace(decoder_spec(), layers=layers)
+
+
+def ranked_spec() -> DecoderSpec:
+    """`decoder_spec` with layers of different ranks, one of them the heads' dimensions."""
+    layers = [
+        replace(layer, attention=replace(layer.attention, kv_rank=rank))
+        for layer, rank in zip(decoder_spec().layers, (48, 16, 64), strict=True)
+    ]
+    return replace(decoder_spec(), layers=tuple(layers))
 
 
 def decoder_spec(layers: int = 3) -> DecoderSpec:
@@ -132,7 +143,7 @@ def fill(model: Decoder) -> Decoder:
 
 
 def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
-    for ending, spec in ((MIXED, mixed_spec), (LATENT, latent_spec)):
+    for ending, spec in ((MIXED, mixed_spec), (LATENT, latent_spec), (RANKED, ranked_spec)):
         if quantization is not None and quantization.endswith(ending):
             name = quantization.removesuffix(ending)
             formats = formats_of(None if name == "bfloat16" else name, dtype)

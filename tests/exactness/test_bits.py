@@ -8,7 +8,7 @@ import torch
 from penstock.kernels import native
 from penstock.nn import Decoder
 
-from .bits import LATENT, Machine, alone, build, digest, prompt
+from .bits import LATENT, RANKED, Machine, alone, build, digest, prompt
 
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
@@ -26,6 +26,8 @@ GOLDEN = {
     "bfloat16 over latents": "b1de2f338f9750027b068d20d0c2844a0967c576934ddc475153889398ca292d",
     "float32 over latents": "6d53fa125f8fce69112e438818a823f412102f14ae9fa3b8bdcbe5cb68472aba",
     "w8a8 over latents": "e16ca19cf32ca1e11be3e0e6bbcca7ace6653d3f79ecba26713e1f3008e0ed4b",
+    "bfloat16 of low rank": "673129591e44178e9978f1dfe2fb7a6f4eaa1dec67ffc429a8452f7f83fdfb79",
+    "float32 of low rank": "3ce68df069e82044392de13a2fe385990ef1fc2eda5c5f649c5ad5ddc22f8f0f",
     "w4a8-g128-asym": "8436f56a28ab2c3d244613215f3488049fc3405b9b120d674fe68b19cc2c96dd",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
@@ -40,8 +42,8 @@ def form(request: pytest.FixtureRequest) -> str:
 def model(form: str) -> Decoder:
     if form in ("bfloat16", "float32"):
         return build(getattr(torch, form))
-    if form == f"float32{LATENT}":
-        return build(torch.float32, f"bfloat16{LATENT}")
+    if form in (f"float32{LATENT}", f"float32{RANKED}"):
+        return build(torch.float32, form.replace("float32", "bfloat16"))
     return build(torch.bfloat16, form)
 
 
@@ -205,6 +207,19 @@ def test_batches_over_a_cache_of_one_byte_or_less(kv: str) -> None:
     rows = machine.run([(s, len(s.tokens) - s.done) for s in streams if s.done < len(s.tokens)])
     for stream, logits in zip([s for s in streams if len(s.tokens) > 40], rows, strict=True):
         assert torch.equal(logits, alone(model, stream.tokens, kv=kv)[40:])
+
+
+@pytest.mark.usefixtures("restore")
+def test_low_rank_in_a_cache_of_one_byte_or_less(kv: str) -> None:
+    """In any chunks, on every instruction set, and as a program."""
+    model, tokens = build(torch.bfloat16, f"bfloat16{RANKED}"), prompt(200, 7)
+    whole = alone(model, tokens, kv=kv)
+    assert not torch.equal(whole, alone(model, tokens))
+    for isa in native.available_isas():
+        native.select_isa(isa)
+        assert torch.equal(alone(model, tokens, 5, kv=kv), whole)
+    machine = Machine(model, kv=kv, program=True)
+    assert torch.equal(machine.run([(machine.stream(tokens), 200)])[0], whole)
 
 
 @pytest.mark.usefixtures("restore")

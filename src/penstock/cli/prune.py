@@ -1,4 +1,4 @@
-"""`penstock prune`: a checkpoint without the layers and neurons that a text needs the least."""
+"""`penstock prune`: a checkpoint without what a text needs the least of a model."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def prune(
     neurons: Annotated[
         float, typer.Option(help="This share of each feed-forward's neurons goes: 0.25.")
     ] = 0.0,
+    kv_rank: Annotated[
+        int,
+        typer.Option(
+            help="Keys and values of a head are kept in so many dimensions. Default: all."
+        ),
+    ] = 0,
     num_samples: Annotated[
         int, typer.Option(min=1, help="Windows of the text.", rich_help_panel=_TEXT)
     ] = 128,
@@ -71,7 +77,8 @@ def prune(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier pruning.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Write a model without some of its layers and neurons, and say how far from it that is.
+    """Write a model without some of its layers, neurons and dimensions of keys and values, and say
+    how far from it that is.
 
     The folder is a checkpoint like any other: export, build, quantize, serve it (docs/pruning.md).
     """
@@ -81,6 +88,7 @@ def prune(
         calib=tuple(calib),
         layers=layers,
         neurons=neurons,
+        kv_rank=kv_rank,
         num_samples=num_samples,
         window=window,
         trial_windows=trial_windows,
@@ -111,6 +119,11 @@ def _report(found: Pruning, output: Path) -> None:
     if found.neurons is not None:
         typer.echo(f"neurons of each feed-forward: {found.neurons:,} of {found.neurons_before:,}")
     after = "" if found.recovered is None else f"; trained {found.recovered:.4f}"
+    if found.kv_rank is not None:
+        typer.echo(
+            f"keys and values of a head: {found.kv_rank} of {found.head_dim} dimensions; of a "
+            f"token {found.kv_values:,} of {found.kv_values_before:,} values in the cache"
+        )
     each = ", ".join(f"{name} {value:.2f}" for name, value in found.perplexity.items())
     typer.echo(
         f"on {found.tokens:,} tokens held out: KL from the whole model {found.divergence:.4f}"

@@ -13,6 +13,7 @@ from penstock.models.computable import check_spec
 from penstock.models.config_reader import ConfigReader
 from penstock.models.gguf.config import read_gguf_config
 from penstock.models.gguf.container import is_gguf, read_container
+from penstock.models.low_rank import with_rank
 from penstock.models.plugins import left_out, load_plugins
 from penstock.models.spec import ModelSpec
 
@@ -187,7 +188,7 @@ def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> Mode
         if isinstance(name, str) and name in _readers:
             reader = ConfigReader(config)
             try:
-                spec = _readers[name](reader)
+                spec = with_rank(_readers[name](reader), reader)
             except ArithmeticError as error:
                 raise UnsupportedModelError(
                     f"{where}: a number of config.json is too large or too small to compute with: "

@@ -7,14 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock import ops
+from penstock.errors import UnsupportedModelError
 from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm
-from penstock.nn.parameters import Vector
+from penstock.nn.parameters import Loadable, Vector, as_float32, plain
 from penstock.nn.rope import RotaryTable
 from penstock.nn.shared import attends_apart, heads_of, own_attention, own_qkv
 from penstock.nn.spec import AttentionSpec, NormSpec
 from penstock.parallel import Gather, Part, Ranks
-from penstock.quant import WeightFormat
+from penstock.quant import Codes, WeightFormat
 from penstock.step import LayerCache, Step
 
 _BESIDE = (
@@ -30,6 +31,26 @@ _BESIDE = (
 
 def _named(beside: list[Tensor]) -> dict[str, Any]:
     return dict(zip(_BESIDE, beside, strict=False))
+
+
+class Bases(Loadable):
+    """Bases of queries and of keys, in which those have fewer dimensions (`ops.rotary_cache`)."""
+
+    def __init__(self, spec: AttentionSpec, own: range | None = None) -> None:
+        """own: the key heads that are kept, where ranks share them."""
+        super().__init__()
+        self.shape = (2, spec.num_kv_heads, spec.head_dim, spec.kv_rank)
+        self.kept = range(spec.num_kv_heads) if own is None else own
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": self.shape}
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes // self.shape[1] * len(self.kept)
+
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        self.own(name, as_float32(plain(tensor)[:, self.kept.start : self.kept.stop]))
 
 
 class Attention(nn.Module):
@@ -52,37 +73,46 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = own = spec
         self.gather: Gather | None = None
-        qkv_part = out_part = heads = None
+        qkv_part = out_part = heads = kept = None
         if ranks is not None:
             self.spec = own = own_attention(spec, ranks)
             if attends_apart(spec):
-                queries, _ = heads_of(spec, ranks)
-                heads, self.gather = queries.own, Gather(queries.times(spec.head_dim))
+                queries, kept = heads_of(spec, ranks)
+                heads, self.gather = queries.own, Gather(queries.times(spec.kept_dim))
             qkv_part, out_part = own_qkv(spec, ranks), Part.of(ranks.split(hidden))
-        self.q_size = own.num_heads * spec.head_dim
-        self.kv_size = own.num_kv_heads * spec.head_dim
-        columns = self.q_size + 2 * self.kv_size
-        self.qkv = Linear(hidden, columns, spec.qkv_bias, qkv, part=qkv_part)
-        seen = spec.num_heads * spec.head_dim
-        self.out = Linear(seen, hidden, spec.out_bias, out, part=out_part)
+        q_size, k_size, _ = columns = own.qkv_columns
+        self.qkv = Linear(hidden, sum(columns), spec.qkv_bias, qkv, part=qkv_part)
+        self.out = Linear(spec.out_dim, hidden, spec.out_bias, out, part=out_part)
         self.table = table
         self.eps = norm.eps
         full = spec.qk_norm == "full"
         self.q_norm = self.k_norm = None
         if spec.qk_norm != "none":
-            self.q_norm = Norm(self.q_size if full else spec.head_dim, norm)
-            self.k_norm = Norm(self.kv_size if full else spec.head_dim, norm)
+            self.q_norm = Norm(q_size if full else spec.head_dim, norm)
+            self.k_norm = Norm(k_size if full else spec.head_dim, norm)
         self.sinks = Vector(spec.num_heads, heads) if spec.sinks else None
+        self.bases = None
+        if spec.kv_rank:
+            if qkv.storage.name != "panels":
+                raise UnsupportedModelError(
+                    "Keys and values of fewer dimensions (kv_rank) are built for CPUs only: choose "
+                    "device='cpu'."
+                )
+            self.bases = Bases(spec, kept)
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
-        """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""
+        """x [T, D] → what the heads saw [T, `out_dim`], for `out`; writes keys and values."""
         return self.attend(self.qkv(x, before, step.adapters), step, cache)
 
     def attend(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """The same of queries, keys and values [T, (H + 2 · Hkv) · Dh], made by whoever."""
+        """The same of queries, keys and values [T, `qkv_columns`], made by whoever."""
+        return self.see(self.turn(qkv, step, cache), step, cache)
+
+    def turn(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """Queries, normalised and rotated, as `see` takes them; writes keys and values."""
         spec = self.spec
         key_cache, value_cache, *beside = cache
-        q = ops.rotary_cache(
+        return ops.rotary_cache(
             qkv,
             spec.num_heads,
             None if self.q_norm is None else self.q_norm.parameter("weight"),
@@ -96,8 +126,14 @@ class Attention(nn.Module):
             value_cache,
             *beside,
             copies=step.copies,
-            sink_reach=spec.reach if spec.sink_tokens else 0,
+            sink_reach=spec.sink_reach,
+            bases=None if self.bases is None else self.bases.parameter("weight"),
         )
+
+    def see(self, q: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """What these queries see, [T, `out_dim`]."""
+        spec = self.spec
+        key_cache, value_cache, *beside = cache
         seen = ops.paged_attention(
             q,
             key_cache,

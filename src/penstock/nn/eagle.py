@@ -246,7 +246,7 @@ class FusingLayer(nn.Module):
         # its qkv reads the embedding, and has the bias where there is one
         self.attention = Attention(size, spec.layer.attention, norm, matrix, matrix, table)
         heads = self.attention
-        self.qkv_of_feature = Linear(size, heads.q_size + 2 * heads.kv_size, False, matrix)
+        self.qkv_of_feature = Linear(size, sum(heads.spec.qkv_columns), False, matrix)
         self.mlp = Mlp(size, spec.layer.mlp, matrix, matrix)
         self.embedding_norm = Norm(size, norm)
         self.feature_norm = Norm(size, norm)

@@ -128,8 +128,7 @@ class LatentAttention(nn.Module):
         kv = self.kv(x, before, adapters)
         turns = self.table.cos_sin, self.table.interleaved, step.positions
         spec = self.spec
-        reach = spec.reach if spec.sink_tokens else 0
-        q = ops.mla_query(q, self.heads.parameter("key_up"), *turns, rank, reach)
+        q = ops.mla_query(q, self.heads.parameter("key_up"), *turns, rank, spec.sink_reach)
         norm, (latents,) = self.kv_norm, cache
         eps, weight = norm.spec.eps, norm.parameter("weight")
         ops.mla_cache(kv, weight, eps, *turns, step.slots, latents, copies=step.copies)

@@ -37,16 +37,16 @@ def own_layers(spec: DecoderSpec, ranks: Ranks) -> tuple[LayerSpec, ...]:
 
 def own_qkv(spec: AttentionSpec, ranks: Ranks) -> Part:
     """This rank's queries, keys and values, of a matrix that makes all heads'."""
-    dim = spec.head_dim
-    q, kv = spec.num_heads * dim, spec.num_kv_heads * dim
+    dim, (q, k, v) = spec.head_dim, spec.qkv_columns
     if not attends_apart(spec):
-        return Part.of(ranks.split(q + 2 * kv))
+        return Part.of(ranks.split(q + k + v))
     queries, keys = heads_of(spec, ranks)
 
-    def after(first: int) -> range:
-        return range(first + keys.start * dim, first + keys.stop * dim)
+    def after(first: int, width: int) -> range:
+        return range(first + keys.start * width, first + keys.stop * width)
 
-    return Part((queries.times(dim).own, after(q), after(q + kv)), q + 2 * kv)
+    parts = queries.times(dim).own, after(q, dim), after(q + k, spec.kept_dim)
+    return Part(parts, q + k + v)
 
 
 def check_shareable(spec: DecoderSpec, ranks: Ranks) -> None:

@@ -72,12 +72,18 @@ class AttentionSpec:
     sinks: bool = False  # one learned logit a head
     causal: bool = True  # else a token sees those after it too
     latent: LatentSpec | None = None
+    kv_rank: int = 0  # dimensions that keys and values are kept in; 0: head_dim
+
+    @property
+    def kept_dim(self) -> int:
+        """Dimensions that a head's keys and values are kept in."""
+        return self.kv_rank or self.head_dim
 
     @property
     def cached(self) -> tuple[int, int]:
         """Heads and dimensions that the cache has of a token."""
         if self.latent is None:
-            return self.num_kv_heads, self.head_dim
+            return self.num_kv_heads, self.kept_dim
         return 1, self.latent.rank + self.turning
 
     @property
@@ -86,19 +92,30 @@ class AttentionSpec:
         return self.window + self.sink_tokens
 
     @property
+    def sink_reach(self) -> int:
+        """The same where the first tokens are asked with queries of their own; else 0."""
+        return self.reach if self.sink_tokens else 0
+
+    @property
     def turning(self) -> int:
         """Dimensions of a head that are rotated."""
         return 0 if self.rope is None else self.rope.rotary_dim
 
     @property
+    def qkv_columns(self) -> tuple[int, int, int]:
+        """A token's queries, keys and values of all heads, where there is no latent."""
+        keys = self.num_kv_heads
+        return self.num_heads * self.head_dim, keys * self.head_dim, keys * self.kept_dim
+
+    @property
     def seen_dim(self) -> int:
         """Values of what a head's scores weigh and add up: of latents, or of values."""
-        return self.head_dim if self.latent is None else self.latent.rank
+        return self.latent.rank if self.latent else self.kept_dim
 
     @property
     def out_dim(self) -> int:
         """Values of all heads, that `out` multiplies."""
-        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
+        return self.num_heads * (self.latent.value_dim if self.latent else self.kept_dim)
 
 
 @dataclass(frozen=True, slots=True)

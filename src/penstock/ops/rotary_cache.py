@@ -55,6 +55,14 @@ def rotate(x: Tensor, cos_sin: Tensor | None, positions: Tensor, interleaved: bo
     return torch.cat((turned, x[..., r:]), dim=-1)
 
 
+def in_basis(x: Tensor, bases: Tensor | None, side: int) -> Tensor:
+    """Heads x [T, H, D] float32 in the bases of their groups, [T, H, R]; side: 1 of keys."""
+    if bases is None:
+        return x
+    groups = x.unflatten(1, (bases.shape[1], -1))
+    return torch.einsum("tghd,gdr->tghr", groups, bases[side]).flatten(1, 2)
+
+
 def stored(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, block: Tensor, offset: Tensor
 ) -> Tensor:
@@ -90,8 +98,10 @@ def _fake(
     *,
     copies: Tensor | None = None,
     sink_reach: int = 0,
+    bases: Tensor | None = None,
 ) -> Tensor:
-    dim = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
+    whole = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
+    dim = whole if bases is None else bases.shape[3]
     return qkv.new_empty((qkv.shape[0], heads * (2 if sink_reach else 1), dim))
 
 
@@ -101,7 +111,7 @@ def _fake(
     "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scale=None, "
     "Tensor(d!)? value_scale=None, Tensor(e!)? recent_keys=None, Tensor(f!)? recent_values=None, "
     "Tensor? recent_slots=None, Tensor? recent_window=None, *, "
-    "Tensor? copies=None, int sink_reach=0) -> Tensor",
+    "Tensor? copies=None, int sink_reach=0, Tensor? bases=None) -> Tensor",
     fake=_fake,
 )
 def rotary_cache(
@@ -125,6 +135,7 @@ def rotary_cache(
     *,
     copies: Tensor | None = None,
     sink_reach: int = 0,
+    bases: Tensor | None = None,
 ) -> Tensor:
     """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
 
@@ -136,17 +147,25 @@ def rotary_cache(
     copies [C, 2] int32: (t, slot), where token t's k and v go too. Returns [T, H, D]; with a
     sink_reach [T, 2·H, D], behind the heads of each token the same, turned as at position
     min(p, sink_reach − 1): what `paged_attention` asks the first tokens of a sequence with.
+
+    bases [2, Hkv, D, R] float32, R a multiple of 16 up to D: queries q and keys k of a group are,
+    once rotated, bases[0]ᵀ·q and bases[1]ᵀ·k of R dimensions, in float32, D in order. Heads of v
+    have R too, so that qkv is [T, (H + Hkv) · D + Hkv · R], and so have the caches and what is
+    returned.
     Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     dtype, kv_heads = qkv.dtype, key_cache.shape[1]
-    dim = qkv.shape[1] // (heads + 2 * kv_heads)
-    q, k, v = qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
-    q = _norm(q.float(), q_norm, eps)
-    q_out = rotate(q, cos_sin, positions, interleaved).to(dtype)
+    dim = qkv.shape[1] // (heads + 2 * kv_heads) if bases is None else bases.shape[2]
+    sizes = heads * dim, kv_heads * dim
+    q, k, v = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), dim=1)
+    q = _norm(q.unflatten(1, (heads, dim)).float(), q_norm, eps)
+    q_out = in_basis(rotate(q, cos_sin, positions, interleaved), bases, 0).to(dtype)
     if sink_reach:
-        nearer = rotate(q, cos_sin, positions.clamp(max=sink_reach - 1), interleaved).to(dtype)
-        q_out = torch.cat((q_out, nearer), dim=1)
-    k_out = rotate(_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
+        nearer = rotate(q, cos_sin, positions.clamp(max=sink_reach - 1), interleaved)
+        q_out = torch.cat((q_out, in_basis(nearer, bases, 0).to(dtype)), dim=1)
+    k = _norm(k.unflatten(1, (kv_heads, dim)).float(), k_norm, eps)
+    k_out = in_basis(rotate(k, cos_sin, positions, interleaved), bases, 1).to(dtype)
+    v = v.unflatten(1, (kv_heads, -1))
 
     if copies is not None:
         again, more = copies.long().unbind(1)

@@ -43,7 +43,7 @@ def tie(layer: LayerSpec, module: str) -> Callable[[Tensor], Tensor] | None:
 
 def _per_value(scales: Tensor, a: AttentionSpec) -> Tensor:
     """[H · Dh] → [Hkv, 1, Dh], the geometric mean."""
-    heads = scales.view(a.num_kv_heads, -1, a.head_dim)
+    heads = scales.view(a.num_kv_heads, -1, a.kept_dim)
     return heads.clamp(min=1e-12).log().mean(1, keepdim=True).exp()
 
 
@@ -82,7 +82,7 @@ def _rows_before(layer: LayerSpec, module: str, scales: Tensor) -> tuple[str, Te
     if module == "mlp.down":
         return "mlp.up", scales
     a = layer.attention
-    by_head = scales.view(a.num_kv_heads, -1, a.head_dim)
+    by_head = scales.view(a.num_kv_heads, -1, a.kept_dim)
     assert torch.equal(by_head, by_head[:, :1].expand_as(by_head))
     return "attention.qkv", by_head[:, 0].reshape(-1)
 

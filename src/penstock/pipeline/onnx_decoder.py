@@ -31,6 +31,11 @@ def check_expressible(decoder: Decoder) -> None:
             raise UnsupportedModelError(
                 f"Layer {i} attends over latents, which --onnx can't write."
             )
+        if attention.kv_rank:
+            raise UnsupportedModelError(
+                f"Layer {i} keeps keys and values in {attention.kv_rank} dimensions (kv_rank), "
+                "which --onnx can't write."
+            )
         if layer.mlp.experts is not None:
             raise UnsupportedModelError(f"Layer {i} has experts, which --onnx can't write.")
         if layer.mlp.row_operator:

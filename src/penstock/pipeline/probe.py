@@ -14,6 +14,7 @@ from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.parts import Parts
 from penstock.pipeline.stream import BLOCK, steps
 from penstock.quant import Dense, WeightFormats
+from penstock.step import LayerCache
 
 
 class Probe:
@@ -27,11 +28,15 @@ class Probe:
         self.decoder = Decoder(spec, WeightFormats(plain, plain), torch.float32)
         load_weights(self.decoder, parts.spec, parts.source)
         self.steps = list(steps(calibration))
-        heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in spec.layers)
+        heads = tuple(x.attention.cached for x in spec.layers)
         layout = PagedLayout(heads, torch.float32, BLOCK)
         self._kv = layout.allocate(max(blocks for _, blocks in self.steps))
         self.reference: list[Tensor] = []
         """Of each step, log-probabilities [T, V]: `remember` fills it."""
+
+    def cache(self, layer: int) -> LayerCache:
+        """Of a layer, for one step at a time."""
+        return self._kv[layer]
 
     @property
     def num_layers(self) -> int:

@@ -24,7 +24,7 @@ from penstock.models.weights import Source
 from penstock.nn.decoder import MATRICES
 from penstock.nn.rope import cos_sin_table
 from penstock.nn.spec import DecoderSpec, LayerSpec
-from penstock.ops.rotary_cache import rotate
+from penstock.ops.rotary_cache import in_basis, rotate
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.config import QuantizeConfig
 from penstock.pipeline.parts import Parts
@@ -184,13 +184,21 @@ class TrainableDecoder(nn.Module):
     ) -> Tensor:
         a = layer.attention
         normed = self._norm(x, self._of(i, "attention_norm.weight"))
-        qkv = self._linear(i, "attention.qkv", normed, rounded).unflatten(-1, (-1, a.head_dim))
-        q, k, v = qkv.split((a.num_heads, a.num_kv_heads, a.num_kv_heads), 1)
+        qkv = self._linear(i, "attention.qkv", normed, rounded)
+        q, k, v = (
+            x.unflatten(-1, (-1, dim))
+            for x, dim in zip(
+                qkv.split(a.qkv_columns, -1), (a.head_dim, a.head_dim, a.kept_dim), strict=True
+            )
+        )
         if a.qk_norm == "head":
             q = self._norm(q, self._of(i, "attention.q_norm.weight"))
             k = self._norm(k, self._of(i, "attention.k_norm.weight"))
         interleaved = a.rope is not None and a.rope.interleaved
         q, k = (rotate(y, self.tables[a.rope], positions, interleaved) for y in (q, k))
+        if a.kv_rank:
+            bases = self._of(i, "attention.bases.weight")
+            q, k = (in_basis(y, bases, side) for side, y in enumerate((q, k)))
         shared = a.num_heads // a.num_kv_heads
         heads = [y.unflatten(0, (batch, -1)).transpose(1, 2) for y in (q, k, v)]
         k, v = (y.repeat_interleave(shared, 1) for y in heads[1:])

@@ -161,7 +161,7 @@ class Stream:
 
     def _cache(self) -> LayerCache:
         attention = self.spec.layers[self.at].attention
-        layout = PagedLayout(((attention.num_kv_heads, attention.head_dim),), torch.float32, BLOCK)
+        layout = PagedLayout((attention.cached,), torch.float32, BLOCK)
         return layout.allocate(max(batch.blocks for batch in self._batches))[0]
 
 

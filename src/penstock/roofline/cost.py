@@ -163,7 +163,7 @@ def matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     a, m, hidden = layer.attention, layer.mlp, spec.hidden
     q, halves = a.num_heads * a.head_dim, 2 if m.gated else 1
     shapes = {
-        "qkv": (q + 2 * a.num_kv_heads * a.head_dim, hidden),
+        "qkv": (sum(a.qkv_columns), hidden),
         "q": (q, hidden),
         "out": (hidden, a.out_dim),
         "up": (m.intermediate * halves, hidden),
@@ -453,9 +453,12 @@ class CostModel:
             heads, values = 1, 2 * a.cached[1]
             flops = _ROTATION_FLOPS * a.turning + _NORM_FLOPS["rms"] * a.latent.rank
         else:
-            heads, values = a.num_heads + a.num_kv_heads, 2 * (a.num_heads + a.num_kv_heads)
-            values *= a.head_dim
+            heads = a.num_heads + a.num_kv_heads
+            values = heads * (a.head_dim + a.kept_dim)
             flops = _ROTATION_FLOPS * heads * a.turning
+            if a.kv_rank:
+                flops += 2 * heads * a.head_dim * a.kv_rank
+                row.add(0, 0, weight_bytes=4 * 2 * a.num_kv_heads * a.head_dim * a.kv_rank)
         if a.qk_norm != "none":
             flops += _NORM_FLOPS["rms"] * heads * a.head_dim
         moved = values * self.itemsize

@@ -409,5 +409,5 @@ def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:
             assert isinstance(linear, Linear)
             rows: tuple[int, ...] = (linear.out_features,) * (2 if linear.gated else 1)
             if isinstance(attention, Attention) and linear is attention.qkv:
-                rows = (attention.q_size, attention.kv_size, attention.kv_size)
+                rows = attention.spec.qkv_columns
             yield f"layers.{i}.{at}", _Place(linear, rows)

@@ -55,7 +55,7 @@ def activation_bytes(
     widest = 0
     for layer in decoder.layers:
         a, mlp = layer.attention, layer.mlp
-        attended = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        attended = sum(a.qkv_columns) + a.num_heads * a.kept_dim
         if a.latent is not None:  # queries for latents, and what they see of those
             attended += a.num_heads * (2 * a.latent.rank + a.turning) + a.out_dim
         if a.sink_tokens:  # queries twice, and in float32 what the first tokens give them

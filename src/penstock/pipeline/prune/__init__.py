@@ -1,4 +1,6 @@
-"""Leave out layers and neurons that a text hardly needs, and win back what that lost."""
+"""Leave out layers, neurons and dimensions of keys and values that a text hardly needs, and win
+back what that lost.
+"""
 
 from penstock.pipeline.prune.prune import PruneOptions, Pruning, prune_model
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.models.files import copy_settings
 from penstock.models.hub import resolve
+from penstock.models.low_rank import why_not
+from penstock.models.over import Over
 from penstock.models.sources import open_source, open_tokenizer
 from penstock.models.weights import Source
 from penstock.nn.spec import DecoderSpec
@@ -24,6 +26,7 @@ from penstock.pipeline.new_folder import check_apart, new_folder
 from penstock.pipeline.overlay import Overlay
 from penstock.pipeline.parts import Parts
 from penstock.pipeline.probe import Probe
+from penstock.pipeline.prune.bases import Ranked, choose_bases
 from penstock.pipeline.prune.choose import (
     NEURONS,
     Removed,
@@ -57,6 +60,7 @@ class PruneOptions:
     calib: tuple[Path, ...] = ()
     layers: int = 0  # that go
     neurons: float = 0.0  # share of each feed-forward's
+    kv_rank: int = 0  # dimensions that keys and values of a head are kept in; 0: all
     num_samples: int = NUM_SAMPLES  # windows of the text
     window: int = WINDOW  # tokens
     trial_windows: int = 4  # on which layers are tried and neurons watched
@@ -74,8 +78,10 @@ class PruneOptions:
             raise ConfigError(f"--layers {self.layers} is below 0.")
         if not 0 <= self.neurons < 1:
             raise ConfigError(f"--neurons {self.neurons:g} is no share from 0 to below 1.")
-        if not self.layers and not self.neurons:
-            raise ConfigError("Nothing to leave out: give --layers, --neurons or both.")
+        if self.kv_rank < 0:
+            raise ConfigError(f"--kv-rank {self.kv_rank} is below 0.")
+        if not self.layers and not self.neurons and not self.kv_rank:
+            raise ConfigError("Nothing to leave out: give --layers, --neurons or --kv-rank.")
         least = self.trial_windows + self.held_out * (not self.held_out_text)
         if min(self.trial_windows, self.held_out) < 1:
             raise ConfigError(
@@ -112,6 +118,10 @@ class Pruning:
     layers: list[Removed] = field(default_factory=list)  # in the order in which they went
     neurons: int | None = None  # of each feed-forward that stay
     neurons_before: int = 0
+    kv_rank: int | None = None  # dimensions that keys and values of a head are kept in
+    head_dim: int = 0
+    kv_values: int = 0  # that the cache has of a token, in all layers
+    kv_values_before: int = 0
     weights: int = 0
     weights_before: int = 0
     tokens: int = 0  # of the windows that were held out
@@ -132,7 +142,8 @@ def prune_model(
     force: bool = False,
     report: Report | None = None,
 ) -> Pruning:
-    """Write `model` without some layers and neurons to the folder `output`, a checkpoint like any.
+    """Write `model` without some layers, neurons and dimensions of keys and values to the folder
+    `output`, a checkpoint like any.
 
     Raises ConfigError for what can't be left out, UnsupportedModelError for models with experts,
     latents or pictures, or whose config.json can't say what is left.
@@ -192,6 +203,8 @@ def _check(parts: Parts, options: PruneOptions) -> None:
         raise ConfigError(
             f"--layers {options.layers}, but the model has {parts.num_layers}: one at least stays."
         )
+    if options.kv_rank:
+        _check_rank(decoder, options.kv_rank)
     if options.neurons:
         before = decoder.layers[0].mlp.intermediate
         if stay(before, options.neurons) >= before:
@@ -199,6 +212,20 @@ def _check(parts: Parts, options: PruneOptions) -> None:
                 f"--neurons {options.neurons:g} of {before:,} leaves them all: what stays is a "
                 f"multiple of {NEURONS}. Raise it, or leave it out."
             )
+
+
+def _check_rank(decoder: DecoderSpec, rank: int) -> None:
+    for layer in decoder.layers:
+        dim = layer.attention.head_dim
+        if layer.attention.kv_rank:
+            raise ConfigError(
+                f"The model keeps keys and values in {layer.attention.kv_rank} dimensions already: "
+                "give the one that it was made of, or leave --kv-rank out."
+            )
+        if rank == dim:
+            raise ConfigError(f"--kv-rank {rank} of {dim} dimensions leaves them all. Lower it.")
+        if why := why_not(layer.attention, rank):
+            raise ConfigError(f"--kv-rank {rank} isn't built: {why}.")
 
 
 def _why_not(decoder: DecoderSpec) -> str | None:
@@ -252,7 +279,7 @@ def _texts(
 
 def _chosen(
     parts: Parts, text: CalibrationSet, options: PruneOptions, found: Pruning, tell: Report
-) -> Pruned:
+) -> Over:
     probe = Probe(parts, text.first(options.trial_windows))
     layers = list(range(parts.num_layers))
     if options.layers:
@@ -265,11 +292,25 @@ def _chosen(
     if options.neurons:
         found.neurons = stay(found.neurons_before, options.neurons)
         neurons = choose_neurons(probe, layers, found.neurons, tell)
-    return Pruned(parts, layers, neurons)
+    pruned: Over = Pruned(parts, layers, neurons)
+    found.kv_values_before = _kept(parts)
+    if options.kv_rank:
+        found.kv_rank = options.kv_rank
+        found.head_dim = parts.spec.decoder.layers[0].attention.head_dim
+        left = Parts.of(pruned)
+        probe = Probe(left, text.first(options.trial_windows))
+        pruned = Ranked(left, choose_bases(left, probe, options.kv_rank, tell))
+    found.kv_values = _kept(Parts.of(pruned))
+    return pruned
+
+
+def _kept(parts: Parts) -> int:
+    """Values that a cache has of a token."""
+    return sum(2 * math.prod(x.attention.cached) for x in parts.spec.decoder.layers)
 
 
 def _compare(
-    parts: Parts, pruned: Pruned, trained: Source | None, held: CalibrationSet, found: Pruning
+    parts: Parts, pruned: Source, trained: Source | None, held: CalibrationSet, found: Pruning
 ) -> None:
     """The models on windows that were held out."""
     whole = Probe(parts, held)
