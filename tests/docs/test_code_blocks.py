@@ -88,7 +88,17 @@ def test_what_fails_is_told(run: Run) -> None:
     assert run("goes-on", "print(__name__)")[:2] == (0, "__main__\n")
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            file = page.parent / link if link else page
+            assert file.exists(), f"{page.name} links to {link}"
+            if anchor and file.suffix == ".md":
+                assert anchor in anchors(file), f"{page.name} links to {link}#{anchor}"
