@@ -4,6 +4,7 @@ What `penstock drift` measures, for all formats in one table.
 
     python benchmarks/drift.py --json benchmarks/results/drift-stories.json --docs docs
     python benchmarks/drift.py path/to/a/model --text book.txt
+    python benchmarks/drift.py --dtypes --json benchmarks/results/drift-dtypes.json --docs docs
 
 The figures are written format by format; --resume goes on with a run that was interrupted.
 
@@ -48,6 +49,9 @@ FORMATS = (
     *("kv=int8", "kv=fp8", "kv=int4", "kv=kivi", "kv=kivi window=32", "kv=kivi window=1"),
 )
 """Options of `penstock drift`; window: `kv_recent_window`."""
+
+DTYPES = ("tf32", "float16", "bfloat16")
+"""What --dtypes holds against float32: of products, of references, as every model runs."""
 
 TYPICAL = 4096
 """Rows and columns of the matrix whose bytes a weight are told."""
@@ -107,6 +111,22 @@ def measure(
             print(f"{words}: KL {found.get('kl')} {found.get('skipped', '')}", flush=True)
 
 
+def measure_dtypes(
+    rows: Rows, model: str, documents: Sequence[str], limit: int | None, window: int, stride: int
+) -> None:
+    """Add the drift of each dtype from float32."""
+    with open_reader(Variant(model, dtype="float32"), window) as reader:
+        reference = Remembered(reader)
+        text = Text("text", leading(reference.encode(documents), limit))
+        for dtype in DTYPES:
+            if rows.find(format=dtype) is not None:
+                continue
+            with open_reader(Variant(model, dtype=dtype), window) as other:
+                found = measure_drift(reference, other, [text], window, stride).as_dict()
+            rows.add({"format": dtype, "from": "float32", **found})
+            print(f"{dtype}: KL {found['kl']}", flush=True)
+
+
 def leading(documents: Sequence[list[int]], limit: int | None) -> list[list[int]]:
     """The first `limit` tokens, or all; what is too short to predict anything is left out."""
     starts = [0, *accumulate(map(len, documents))]
@@ -164,8 +184,25 @@ def table(rows: Sequence[Row], *, size: bool = True) -> str:
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])
 
 
+def table_of_dtypes(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| dtype | KL from float32 | 99% of positions below | same likeliest token | perplexity |",
+        "|---|---|---|---|---|",
+        f"| float32 | 0 | 0 | 100% | {rows[0]['reference_perplexity']:.4f} |",
+    ]
+    lines += [
+        f"| {row['format']} | {row['kl']:.7f} | {row['kl_p99']:.6f} | "
+        f"{row['same_likeliest_token']:.2%} | {row['perplexity']:.4f} |"
+        for row in rows
+    ]
+    return "\n".join([*lines, ""])
+
+
 def tables(rows: Sequence[Row]) -> dict[str, Callable[[], str]]:
     """The tables that pages may ask for: `weights`, `caches`, and `cache NAME` for each."""
+    if rows and rows[0].get("from") == "float32":
+        return {"all": partial(table_of_dtypes, rows)}
     weights = [row for row in rows if not is_cache(row["format"])]
     caches = [row for row in rows if is_cache(row["format"])]
 
@@ -189,6 +226,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="stop after so many")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
+    parser.add_argument("--dtypes", action="store_true", help="float32 against the others alone")
     parser.add_argument("--docs", type=Path, help="fill in the tables of the pages there")
     options = parser.parse_args()
     if options.text:
@@ -203,13 +241,14 @@ def main() -> None:
         "documents": len(documents), "tokens": options.tokens,
         "text": str(options.text or "held-out TinyStories"),
     }  # fmt: skip
-    rows = Rows("drift", setup, options.json, options.resume)
-    measure(rows, options.model, documents, options.tokens, window, stride)
+    rows = Rows("dtypes" if options.dtypes else "drift", setup, options.json, options.resume)
+    measured = measure_dtypes if options.dtypes else measure
+    measured(rows, options.model, documents, options.tokens, window, stride)
     positions = max((row.get("positions", 0) for row in rows.all), default=0)
     print(f"\n{positions:,} positions in windows of {window}, {stride} tokens new\n")
-    print(table(rows.all))
+    print((table_of_dtypes if options.dtypes else table)(rows.all))
     if options.docs:
-        fill(options.docs, "drift", tables(rows.all))
+        fill(options.docs, "dtypes" if options.dtypes else "drift", tables(rows.all))
 
 
 if __name__ == "__main__":

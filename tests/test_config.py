@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
         ({"deterministic": 0}, "deterministic must be True, False or None, not 0"),
         ({"async_scheduling": 0}, "async_scheduling must be True, False or None, not 0"),
         ({"tokenizer": ["x"]}, "tokenizer must be a folder or a hub id, not "),
-        ({"dtype": "float16"}, "dtype='float16' isn't one of auto, float32"),
+        ({"dtype": "float64"}, "dtype='float64' isn't one of auto, float32"),
         ({"block_size": 16}, "multiple of 32 tokens, not 16"),
         ({"memory_fraction": 0.0}, r"in \(0, 1\], not 0.0"),
         ({"memory_fraction": "x"}, "memory_fraction must be a number, not 'x'"),

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.bench.variant import Variant
+from penstock.bench.tf32 import Tf32
+from penstock.bench.variant import TF32, Variant
 from penstock.errors import ConfigError, KernelError
 from penstock.kernels import native
 from penstock.nn import Decoder
@@ -85,8 +86,11 @@ class Reader(Protocol):
 class LocalReader:
     """A reader in this process."""
 
-    def __init__(self, runtime: Runtime, form: str | None = None) -> None:
-        """form: of steps that run by the model's graph (`bench.graph_form`)."""
+    def __init__(self, runtime: Runtime, form: str | None = None, *, by_tf32: bool = False) -> None:
+        """form: of steps that run by the model's graph (`bench.graph_form`); by_tf32: of float32's
+        operators, called one by one, products are TF32's.
+        """
+        self._products = Tf32 if by_tf32 else nullcontext
         if form is not None:
             from penstock.bench.graph_form import by_graph
             from penstock.runtime.package import quiet
@@ -105,7 +109,7 @@ class LocalReader:
             vocab_size=runtime.vocab_size,
             layers=0 if self._decoder is None else len(self._decoder.layers),
             hidden=spec.hidden,
-            weights=runtime.model.model.formats.name,
+            weights=TF32 if by_tf32 else runtime.model.model.formats.name,
             cache=runtime.layout.stored,
             kernels=native.isa or "reference",
             calls="its graph, one by one" if form == "graph" else runtime.runner.how,
@@ -130,6 +134,10 @@ class LocalReader:
 
     def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:
         """A sequence of its own, in one step: the rows that predict `ids[first:]`."""
+        with self._products():
+            return self._read(ids, first, layers)
+
+    def _read(self, ids: Sequence[int], first: int, layers: bool) -> Reading:
         step = window_step(self._runtime, ids, first)
         runner = self._runtime.runner
         if not layers or self._decoder is None:
@@ -294,7 +302,8 @@ def open_reader(
     """A reader, here or in a process of its own; window: tokens at once, None for the model's."""
     reader: Reader
     if variant.here:
-        reader = LocalReader(load(variant.config(window)), variant.form)
+        runtime = load(variant.config(window))
+        reader = LocalReader(runtime, variant.form, by_tf32=variant.dtype == TF32)
     else:
         reader = ProcessReader(variant, window)
     try:

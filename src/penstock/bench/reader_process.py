@@ -26,7 +26,7 @@ class _Server:
             return getattr(self._reader, what)(*arguments)
         # the first import of the kernels, which PENSTOCK_ISA and PENSTOCK_KERNELS choose
         from penstock.bench.reader import LocalReader
-        from penstock.bench.variant import Variant
+        from penstock.bench.variant import TF32, Variant
         from penstock.errors import KernelError
         from penstock.kernels import native
         from penstock.runtime import load_runtime
@@ -38,7 +38,8 @@ class _Server:
                 f"{variant} can't run here: this machine's kernels are "
                 f"{native.isa or 'the reference'}{f' ({native.reason})' if native.reason else ''}."
             )
-        self._reader = LocalReader(load_runtime(variant.config(window)), variant.form)
+        runtime = load_runtime(variant.config(window))
+        self._reader = LocalReader(runtime, variant.form, by_tf32=variant.dtype == TF32)
         return self._reader.about
 
 

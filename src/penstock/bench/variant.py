@@ -1,8 +1,9 @@
 """One way to run a model, in words: `MODEL[:option,option…]`.
 
-Options: a `--quantization` name; `dtype=float32` (or the dtype alone); `kv=int8`; `eager`, the
-operators called one by one; `graph` and `compiled`, by the model's exported graph, or by that as a
-package; `isa=avx2` and `kernels=reference`, what the operators are run by; `device=cpu`, where.
+Options: a `--quantization` name; `dtype=float32` (or the dtype alone), also `float16`, which
+references compute in, and `tf32` (`bench.tf32`); `kv=int8`; `eager`, the operators called one by
+one; `graph` and `compiled`, by the model's exported graph, or by that as a package; `isa=avx2` and
+`kernels=reference`, what the operators are run by; `device=cpu`, where.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from penstock.kernels.load import ISAS
 from penstock.models.activations import ACTIVATIONS
 from penstock.quant import formats_of
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16", "tf32")
+TF32 = "tf32"
 KERNELS = ("native", "reference")
 FORMS = ("graph", "compiled")
 _KEYS = ("dtype", "kv", "isa", "kernels", "device")
@@ -44,6 +46,13 @@ class Variant:
     def __post_init__(self) -> None:
         if self.quantization is not None:
             _check_quantization(self.quantization)
+        if self.dtype == TF32 and (self.quantization or self.form):
+            raise ConfigError(
+                f"dtype={TF32} rounds what a float32 model multiplies, operator by operator, so "
+                f"{self.quantization or self.form} can't take effect. Leave one of them out."
+            )
+        if self.dtype == "float16" and self.kernels is None and self.device != "cuda":
+            object.__setattr__(self, "kernels", "reference")  # no others compute in it
         if self.eager and self.form is not None:
             raise ConfigError(f"eager and {self.form} are two ways to run. Leave one of them out.")
         if self.isa is not None and self.isa not in ISAS:
@@ -102,10 +111,10 @@ class Variant:
         """The engine's for one sequence of up to `window` tokens, or of all that the model has."""
         return EngineConfig.of(
             model=self.model,
-            dtype=self.dtype,
+            dtype="float32" if self.dtype == TF32 else self.dtype,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
-            enforce_eager=self.eager,
+            enforce_eager=self.eager or self.dtype == TF32,
             device=self.device,
             max_model_len=window,
             max_num_seqs=1,

@@ -81,7 +81,7 @@ class ModelConfig:
             )
         if self.quantization is not None and not isinstance(self.quantization, str):
             raise ConfigError(f"quantization must be a name, not {self.quantization!r}.")
-        one_of(self, "dtype", ("auto", "float32", "float", "bfloat16"))
+        one_of(self, "dtype", ("auto", "float32", "float", "bfloat16", "float16", "half"))
         one_of(self, "load_format", ("auto", "dummy"))
         object.__setattr__(self, "compilation", CompilationConfig.of(self.compilation))
         cut: object = self.mm_processor_kwargs

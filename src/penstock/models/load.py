@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
+from penstock.kernels import native
 from penstock.models.activations import ACTIVATIONS, Activated, Widened
 from penstock.models.dummy import fill_with_noise
 from penstock.models.gguf.source import GgufSource
@@ -36,6 +37,7 @@ _DTYPES = {
     "float": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "half": torch.float16,
 }
 
 
@@ -285,8 +287,14 @@ def _check_rounded(quantization: str, dtype: str) -> None:
 
 def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
     if asked != "auto":
-        if asked not in ("float32", "float", "bfloat16"):
-            raise ConfigError(f"dtype={asked!r} isn't one of auto, float32, float, bfloat16.")
+        if asked not in _DTYPES:
+            raise ConfigError(f"dtype={asked!r} isn't one of auto, {', '.join(_DTYPES)}.")
+        if _DTYPES[asked] is torch.float16 and native.handle is not None:
+            raise ConfigError(
+                f"dtype={asked!r}: no kernel computes in float16. 'bfloat16' has three bits less "
+                "of each value, 'float32' every bit in twice the bytes. PENSTOCK_KERNELS=reference "
+                "computes in it, in Python, to see what it changes."
+            )
         return _DTYPES[asked]
     if spec.dtype is None:
         own = checkpoint.dtype()
