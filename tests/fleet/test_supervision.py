@@ -23,7 +23,7 @@ from penstock.fleet.ask import Ask
 from penstock.fleet.config import RESERVED, FleetConfig, ModelConfig
 from penstock.fleet.group import Group
 from penstock.fleet.link import Link
-from penstock.fleet.process import Instance
+from penstock.fleet.process import LocalInstance
 from penstock.fleet.worker import Worker
 from penstock.server import Limits
 from penstock.server.errors import ApiError
@@ -311,7 +311,7 @@ def test_output_that_a_child_keeps_open(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(process, "_RUN", child)
 
     async def run() -> float:
-        one = await Instance.start("m/0", (), None)
+        one = await LocalInstance.start("m/0", (), None)
         await asyncio.sleep(1)
         os.kill(one.pid, signal.SIGKILL)
         start = time.monotonic()

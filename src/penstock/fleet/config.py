@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from penstock.cpus import numa_cpus, usable_cpus
 from penstock.errors import ConfigError, nearest
 from penstock.fleet.ensemble import Ensemble
+from penstock.fleet.needs import Needs
 from penstock.server import ServerConfig
 
 Policy = Literal["prefix", "least", "round_robin"]
@@ -19,6 +20,7 @@ DISK_DIR, DISK_SPACE = "--prefix-cache-dir", "--prefix-cache-disk-space"
 POLICIES: tuple[str, ...] = get_args(Policy)
 MAX_INSTANCES = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_RAY = re.compile(r"auto|local|(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _URL = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#@]*)?")
 _LISTENS, _LETS_IN = "the fleet listens", "the fleet lets callers in"
 _LIMITS, _ITS_OWN = "the fleet bounds requests", "it is the fleet's"
@@ -67,6 +69,8 @@ class ModelConfig:
     prefill_workers: tuple[str, ...] = ()  # those that run elsewhere
     prefill_from: int | None = None  # characters of a prompt, from which they do; 4096
     prefill_space: float | None = None  # GiB at most for what they hand over; 4
+    on: Literal["here", "ray"] | None = None  # None: on Ray where the fleet has it
+    ray: Needs | None = None  # what Ray is to reserve for an instance; None: a CPU
     is_prefill: bool = False  # these are they
     first: int = 0  # instance's number, among those that share CPUs
 
@@ -108,6 +112,7 @@ class ModelConfig:
         self._check_options()
         self._check_workers()
         self._check_cpus()
+        self._check_place()
 
     @property
     def _here(self) -> str:
@@ -188,6 +193,29 @@ class ModelConfig:
             told = f"{min(missing)} isn't usable here" if missing else "one set is empty"
             raise ConfigError(f"{self._here}: cpus: {told}.")
 
+    def _check_place(self) -> None:
+        if self.on not in (None, "here", "ray"):
+            raise ConfigError(f"{self._here}: on is {self.on!r}; it must be here or ray.")
+        if self.workers and not self.is_prefill and (self.on or self.ray):
+            raise ConfigError(
+                f"{self._here} runs elsewhere; on and ray are for models started by the fleet."
+            )
+        if self.on == "here" and self.ray is not None:
+            raise ConfigError(f"{self._here} runs here, and has a table ray. Leave one out.")
+
+    def check_ray(self) -> None:
+        """Raises ConfigError for what can't be where Ray chooses machines and CPUs."""
+        if self.cpus != "shared":
+            raise ConfigError(
+                f"{self._here}: cpus is for models that run here; Ray reserves CPUs: give its "
+                "table ray num_cpus."
+            )
+        if self.prefill and not self.given(DISK_DIR):
+            raise ConfigError(
+                f"{self._here}: prefill hands prompts over in this machine's memory, and Ray may "
+                f"choose others. Give it the option {DISK_DIR} with a folder that all nodes have."
+            )
+
     def given(self, option: str) -> list[str]:
         """What an option of its instances is given, as often as it is."""
         words = list(self.options)
@@ -259,6 +287,7 @@ class FleetConfig:
     models: tuple[ModelConfig, ...]
     server: ServerConfig = field(default_factory=ServerConfig)
     policy: Policy = "prefix"
+    ray: str | None = None  # the cluster's HOST:PORT, auto, or local; None: all run here
     ensembles: tuple[Ensemble, ...] = ()
     max_loaded: int | None = None  # models that run here at once; None: all
     start_timeout_s: float = 600.0  # for an instance to be ready
@@ -286,9 +315,33 @@ class FleetConfig:
             )
         self._check_loaded()
         self._check_keys()
+        self._check_ray()
         for model in self.models:
             if model.model is not None:
                 model.cpus_of(0)
+
+    def needs_of(self, model: ModelConfig) -> Needs | None:
+        """What Ray is to reserve for an instance of it; None: it doesn't run there."""
+        if self.ray is None or model.model is None or model.on == "here":
+            return None
+        return model.ray or Needs()
+
+    def _check_ray(self) -> None:
+        if self.ray is None:
+            asking = next((x.name for x in self.models if x.on == "ray" or x.ray), None)
+            if asking is not None:
+                raise ConfigError(
+                    f"The model {asking!r} is to run on Ray, and the fleet has no ray. Give it "
+                    'ray = "auto", or --ray.'
+                )
+            return
+        if not _RAY.fullmatch(self.ray):
+            raise ConfigError(f"ray is {self.ray!r}; it must be auto, local, or HOST:PORT.")
+        there = [model for model in self.models if self.needs_of(model) is not None]
+        if not there:
+            raise ConfigError(f"ray is {self.ray!r}, and no model is started there.")
+        for model in there:
+            model.check_ray()
 
     def _check_loaded(self) -> None:
         if self.max_loaded is None:

@@ -11,10 +11,12 @@ from penstock.cpus import parse_cpus
 from penstock.errors import ConfigError, nearest
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.ensemble import Ensemble, Stage
+from penstock.fleet.needs import Needs
 from penstock.server import ServerConfig
 
 _FLEET: dict[str, type | tuple[type, ...]] = {
     "policy": str,
+    "ray": str,
     "max_loaded": int,
     "start_timeout_s": (int, float),
     "max_attempts": int,
@@ -33,7 +35,10 @@ _MODEL: dict[str, type | tuple[type, ...]] = {
     "prefill_workers": list,
     "prefill_from": int,
     "prefill_space": (int, float),
+    "on": str,
+    "ray": dict,
 }
+_RAY: dict[str, type | tuple[type, ...]] = {"num_cpus": int, "num_gpus": int, "resources": dict}
 _ENSEMBLE: dict[str, type | tuple[type, ...]] = {"name": str, "stage": list}
 _STAGE: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -105,6 +110,8 @@ def _model(table: Choices, where: str, folder: Path) -> ModelConfig:
         fields["options"] = _options(fields["options"], here)
     if "cpus" in fields:
         fields["cpus"] = _cpus(fields["cpus"], here)
+    if "ray" in fields:
+        fields["ray"] = _needs(fields["ray"], f"{here}: ray")
     for name in ("workers", "prefill_workers"):
         if name in fields:
             fields[name] = _texts(fields[name], f"{here}: {name}")
@@ -148,6 +155,14 @@ def _cpus(found: Any, where: str) -> Any:
             'each, like ["0-7", "8-15"].'
         )
     return found
+
+
+def _needs(found: dict[str, Any], where: str) -> Needs:
+    _check(found, _RAY, where)
+    try:
+        return Needs(**found)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _texts(found: list[Any], where: str) -> tuple[str, ...]:

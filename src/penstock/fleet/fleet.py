@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from penstock.errors import PenstockError, nearest
+from penstock.fleet.cluster import Cluster
 from penstock.fleet.config import DISK_DIR, DISK_SPACE, FleetConfig, ModelConfig
 from penstock.fleet.ensemble import Ensemble
 from penstock.fleet.folders import OwnFolder, temporary
@@ -43,7 +44,7 @@ class Fleet:
         self.gate = Gate(config.server.max_queue_size, config.server.accounts)
         self.state: State = "starting"
         self.running = 0  # requests that were let in and haven't been answered
-        self.failure: FleetError | None = None
+        self.failure: PenstockError | None = None
         self.address = ""  # where it listens, for the log
         self.on_failure: Callable[[], None] | None = None
         self.recent_s: deque[float] = deque(maxlen=_KEPT_LATENCIES)  # from arrival to end
@@ -52,6 +53,7 @@ class Fleet:
         self.metrics = FleetMetrics(self)
         self._folder: OwnFolder | None = None
         self._exchange: ExchangeFolder | None = None
+        self._cluster: Cluster | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._ends: set[asyncio.Task[None]] = set()
         self._room = asyncio.Lock()
@@ -60,11 +62,19 @@ class Fleet:
 
     async def start(self) -> None:
         """Start what always runs, and look after it. Doesn't wait until anything is ready."""
+        if self.fleet_config.ray is not None:
+            try:
+                self._cluster = await Cluster.connect(self.fleet_config.ray)
+            except PenstockError as error:
+                self._fail(error)
+                return
         self._folder = OwnFolder("penstock-fleet", temporary())
         folder = self._folder.path
         for model in self.fleet_config.models:
             own = self._with_transfer(model)
-            self.groups[model.name] = Group(own, self.fleet_config, folder, self._make_room)
+            self.groups[model.name] = Group(
+                own, self.fleet_config, folder, self._make_room, self._cluster
+            )
         for group in self.everyone:
             group.start(group.config.instances[0])
         self._keeper = asyncio.create_task(self._keep())
@@ -116,15 +126,18 @@ class Fleet:
         for group in expected:
             failed = next((x for x in group.workers if x.state == "failed"), None)
             if failed is not None:
-                self.state = "failed"
-                self.failure = FleetError(f"The model {group.name!r} can't run. {failed.reason}")
-                if self.on_failure is not None:
-                    self.on_failure()
+                self._fail(FleetError(f"The model {group.name!r} can't run. {failed.reason}"))
                 return
         if all(len(group.ready) >= group.config.instances[0] for group in expected):
             self.state = "ready"
             fields = {x.name: len(x.ready) for x in self.groups.values()}
             logger.info("ready", extra={"fields": {"url": self.address, **fields}})
+
+    def _fail(self, why: PenstockError) -> None:
+        self.state = "failed"
+        self.failure = why
+        if self.on_failure is not None:
+            self.on_failure()
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
@@ -142,6 +155,8 @@ class Fleet:
         for end in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(end, Exception):
                 logger.error("an internal error", exc_info=end)
+        if self._cluster is not None:
+            await self._cluster.disconnect()
         if self._exchange is not None:
             self._exchange.remove()
         if self._folder is not None:

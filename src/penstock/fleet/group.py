@@ -14,9 +14,11 @@ from typing import Any
 
 from penstock.fleet.ask import Ask
 from penstock.fleet.choosing import chooser_of
+from penstock.fleet.cluster import Cluster
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.link import Link
-from penstock.fleet.worker import LocalWorker, Worker
+from penstock.fleet.remote import RemoteWorker
+from penstock.fleet.worker import LocalWorker, OwnWorker, Worker
 from penstock.server.errors import ApiError
 
 logger = logging.getLogger("penstock.fleet")
@@ -59,10 +61,15 @@ class Group:
         fleet: FleetConfig,
         folder: Path,
         make_room: Callable[[Group], Awaitable[None]],
+        cluster: Cluster | None = None,
     ) -> None:
-        """folder: where sockets may lie; make_room: for it among the models that are loaded."""
+        """folder: where sockets may lie; make_room: for it among the models that are loaded;
+        cluster: on which it runs, where it does.
+        """
         own = config.prefillers
-        self.prefill = None if own is None else Group(own, fleet, folder, make_room)
+        self.prefill = None if own is None else Group(own, fleet, folder, make_room, cluster)
+        self._cluster = cluster
+        self._needs = fleet.needs_of(config)
         self._label = f"{config.name}/{'p' if config.is_prefill else ''}"
         self._make_room = make_room
         self.config = config
@@ -174,6 +181,11 @@ class Group:
         return next((x.reason for x in self._tasks if x.state != "ready" and x.reason), "")
 
     @property
+    def lack(self) -> str:
+        """What an instance that shall run waits for."""
+        return next((x.lack for x in self.alive if x.lack), "")
+
+    @property
     def names(self) -> list[str]:
         """Its own, and of adapters that its workers serve."""
         listed = [str(x["id"]) for x in self.listed if x.get("parent") is not None]
@@ -242,11 +254,24 @@ class Group:
             index = next(i for i in range(count + len(taken)) if f"{self._label}{i}" not in taken)
             self._add(self._local(index))
 
-    def _local(self, index: int) -> LocalWorker:
+    def _local(self, index: int) -> OwnWorker:
+        name, arguments = f"{self._label}{index}", self._arguments()
+        timeout_s = self._fleet.start_timeout_s
+        if self._cluster is not None and self._needs is not None:
+            return RemoteWorker(
+                name, self.name, arguments, self._cluster, self._needs, timeout_s, self._wake
+            )
         socket = self._folder / f"{abs(hash(self._label)) % 10**8}-{index}.sock"
+        cpus = self.config.cpus_of(index % self.config.instances[1])
+        return LocalWorker(name, self.name, socket, arguments, cpus, timeout_s, self._wake)
+
+    def _arguments(self) -> list[str]:
+        """Of `penstock serve`, whatever it listens on."""
         model = str(self.config.model)
+        if self._needs is not None and Path(model).exists():
+            model = str(Path(model).resolve())  # a node has other folders for its current one
         front = self._fleet.server
-        arguments = [
+        return [
             model, "--served-model-name", self.name,
             f"--log-format={front.log_format}",
             "--log-requests" if front.log_requests else "--no-log-requests",
@@ -255,15 +280,6 @@ class Group:
             f"--max-queue-size={max(front.max_queue_size, _QUEUE)}",
             f"--write-timeout={front.write_timeout_s + _LATER_S}", *self.config.options,
         ]  # fmt: skip
-        return LocalWorker(
-            f"{self._label}{index}",
-            self.name,
-            socket,
-            arguments,
-            self.config.cpus_of(index % self.config.instances[1]),
-            self._fleet.start_timeout_s,
-            self._wake,
-        )
 
     def _add(self, worker: Worker) -> None:
         self._tasks[worker] = asyncio.create_task(worker.run())
@@ -312,7 +328,7 @@ class Group:
         least, most = self.config.instances
         wanted = min(max(self.wanted, least), most)
         current = len(self.alive)
-        starting = any(x.state == "starting" for x in self._tasks)
+        starting = any(x.state == "starting" and not x.lack for x in self._tasks)
         if self.outstanding or starting:  # it rests from when it is ready
             self.used = now
         scarce = wanted > current and self._failed_lately is None
@@ -330,7 +346,7 @@ class Group:
         if current == 1 and (self.outstanding or now - self.used < self.config.idle_timeout_s):
             return None
         self._idle_since = now
-        return min(self.alive, key=lambda x: (x.outstanding, -x.since))
+        return min(self.alive, key=lambda x: (not x.lack, x.outstanding, -x.since))
 
     def describe(self) -> dict[str, Any]:
         """Everything there is to say of it, for people and programs."""

@@ -3,48 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
-_KEPT_LINES = 20
+from penstock.fleet.instance import Address, Said
+
 _LINE_BYTES = 1 << 20
 _LAST_WORDS_S = 1.0  # for what it said to be read, after its end
-_PATIENCE_S = 5.0  # beyond a server's own time for its end
+PATIENCE_S = 5.0  # beyond a server's own time for its end
 _RUN = "from penstock.cli.instance import run; run()"
+Hear = Callable[[str], Awaitable[None]]
 
 
-class Instance:
-    """One process. What it logs goes to stderr under its name."""
+class LocalInstance:
+    """A process of this machine. What it logs goes to stderr under its name, or to `hear`."""
 
     def __init__(
-        self, name: str, process: Process, said: asyncio.StreamReader, pipe: asyncio.ReadTransport
-    ) -> None:
-        self._name = name
+        self, name: str, process: Process, output: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport, url: str, hear: Hear | None,
+    ) -> None:  # fmt: skip
         self._process = process
-        self._said, self._pipe = said, pipe
-        self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._output, self._pipe = output, pipe
+        self._url = url
+        self._hear = hear
+        self._said = Said(name)
         self.given_up: str | None = None  # why it was ended at once
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
     async def start(
-        cls, name: str, arguments: Sequence[str], cpus: Sequence[int] | None
-    ) -> Instance:
-        """`penstock serve` with these arguments, on these CPUs (None: all)."""
+        cls,
+        name: str,
+        arguments: Sequence[str],
+        cpus: Sequence[int] | None,
+        url: str = "",
+        *,
+        variables: Mapping[str, str] | None = None,
+        hear: Hear | None = None,
+    ) -> LocalInstance:
+        """`penstock serve` with these arguments, on these CPUs (None: all).
+
+        url: where they have it listen; variables: more of them, for it alone; hear: is told its
+        lines and waited for, instead of stderr.
+        """
         which = "all" if cpus is None else ",".join(map(str, cpus))
-        variables = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_API")}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_API")}
         # A pipe of our own: asyncio's own is waited for with the process, whoever else has it.
         ours, its = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-c", _RUN, str(os.getpid()), which, "serve", *arguments,
-                stdin=DEVNULL, stdout=its, stderr=its, env=variables,
+                stdin=DEVNULL, stdout=its, stderr=its, env=inherited | dict(variables or {}),
                 start_new_session=True,  # Ctrl-C in a terminal is the fleet's to heed
             )  # fmt: skip
         except BaseException:
@@ -52,17 +65,31 @@ class Instance:
             raise
         finally:
             os.close(its)
-        said = asyncio.StreamReader(_LINE_BYTES)
+        output = asyncio.StreamReader(_LINE_BYTES)
         loop = asyncio.get_running_loop()
         pipe, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(said), os.fdopen(ours, "rb")
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(ours, "rb")
         )
-        return cls(name, process, said, pipe)
+        return cls(name, process, output, pipe, url, hear)
 
     @property
     def pid(self) -> int:
         """Its number."""
         return self._process.pid
+
+    @property
+    def lack(self) -> str:
+        """It was started at once."""
+        return ""
+
+    @property
+    def last_words(self) -> str:
+        """What it said before it ended: the error, where there is one."""
+        return self._said.last_words
+
+    async def reached(self) -> Address:
+        """Where it listens, or will."""
+        return Address(self._url)
 
     async def ended(self) -> int:
         """Its exit code, or the signal that ended it below zero.
@@ -93,37 +120,22 @@ class Instance:
         """SIGTERM, and SIGKILL where that isn't heeded in time."""
         self._tell(signal.SIGTERM)
         try:
-            async with asyncio.timeout(patience_s + _PATIENCE_S):
+            async with asyncio.timeout(patience_s + PATIENCE_S):
                 await self.ended()
         except TimeoutError:
             self._tell(signal.SIGKILL)
             await self.ended()
 
-    @property
-    def last_words(self) -> str:
-        """What it said before it ended: the error, where there is one."""
-        errors = [line for line in self.lines if line.lower().startswith("error:")]
-        found = errors or list(self.lines)
-        return found[-1].removeprefix("error: ") if found else "It said nothing."
-
     async def _read(self) -> None:
         while True:
             try:
-                line = await self._said.readline()
+                line = await self._output.readline()
             except ValueError:  # longer than any of ours
                 continue
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
-            if text:
-                self.lines.append(text)
-                with suppress(OSError, ValueError):  # nobody reads the log any more
-                    sys.stderr.write(f"{self._under_its_name(text)}\n")
-
-    def _under_its_name(self, text: str) -> str:
-        if text.startswith("{"):
-            try:
-                return json.dumps({"worker": self._name, **json.loads(text)})
-            except ValueError:
-                return f"{self._name} | {text}"
-        return f"{self._name} | {text}"
+            if text and self._hear is not None:
+                await self._hear(text)
+            elif text:
+                self._said.add(text)

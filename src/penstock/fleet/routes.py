@@ -98,8 +98,9 @@ async def unload_model(body: ModelName, request: Request) -> dict[str, bool]:
 def _entries(group: Group) -> list[dict[str, Any]]:
     """A model and its adapters, as `/v1/models` has them."""
     told = {"status": {"value": group.state}}
-    if group.state == "failed":
-        told["status"]["reason"] = group.why
+    reason = group.why if group.state == "failed" else group.lack
+    if reason:
+        told["status"]["reason"] = reason
     known = {str(x["id"]): x for x in group.listed if x["id"] in group.names}
     plain = {
         "id": group.name,

@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.fleet.instance import Instance
 from penstock.fleet.link import Link
-from penstock.fleet.process import Instance
+from penstock.fleet.process import LocalInstance
 from penstock.http1 import ExchangeError
 
 logger = logging.getLogger("penstock.fleet")
@@ -42,6 +43,7 @@ class Worker:
         self.capacity = 0  # sequences at once, once it has said so
         self.models: list[dict[str, Any]] = []  # as its /v1/models has them
         self.starts = 0  # which of its lives this is
+        self.lack = ""  # what it waits for before it can start
         self.since = time.time()  # in this state
         self._changed = changed
         self._misses = 0
@@ -144,22 +146,19 @@ class Worker:
             self._broke.set()
 
 
-class LocalWorker(Worker):
+class OwnWorker(Worker):
     """A process of ours: started again when it has ended."""
 
     def __init__(
         self,
         name: str,
         model: str,
-        socket: Path,
-        arguments: Sequence[str],
-        cpus: Sequence[int] | None,
+        url: str,
         start_timeout_s: float,
         changed: Callable[[], None],
     ) -> None:
-        super().__init__(name, model, Link(f"unix:{socket}"), changed)
-        self._arguments = [*arguments, "--uds", str(socket)]
-        self._cpus = cpus
+        """url: where it will be, as far as that is known."""
+        super().__init__(name, model, Link(url), changed)
         self._start_timeout_s = start_timeout_s
         self._instance: Instance | None = None
         self._end = asyncio.Event()  # it isn't to be started again
@@ -169,6 +168,10 @@ class LocalWorker(Worker):
     def pid(self) -> int | None:
         """Of its process."""
         return None if self._instance is None else self._instance.pid
+
+    async def _start(self) -> Instance:
+        """Start its process. Raises OSError where none can be made."""
+        raise NotImplementedError
 
     async def _unready(self, why: str) -> None:
         if self.state == "starting":
@@ -198,13 +201,13 @@ class LocalWorker(Worker):
             self.starts += 1
             fields = {"worker": self.name, "state": "starting"}
             logger.info("worker", extra={"fields": fields})
-            self.capacity, self.models = 0, []
+            self.capacity, self.models, self.lack = 0, [], ""
             was_ready, code = False, None
             try:
                 async with self._starting:
                     if self._end.is_set():
                         break
-                    self._instance = await Instance.start(self.name, self._arguments, self._cpus)
+                    self._instance = await self._start()
                 was_ready, code = await self._live(self._instance)
                 why = self._why(code, self._instance)
             except OSError as error:  # no process could be made
@@ -213,7 +216,7 @@ class LocalWorker(Worker):
             if self._end.is_set():
                 break
             failed = 0 if was_ready else failed + 1
-            if not was_ready and (code in _EXPLAINED or failed >= _STARTS):
+            if not was_ready and (code in _EXPLAINED or failed >= _STARTS or self.lack):
                 self.become("failed", why)
                 return
             self.become("unready", why)
@@ -223,15 +226,17 @@ class LocalWorker(Worker):
     async def _live(self, instance: Instance) -> tuple[bool, int]:
         """(whether it was ready, its exit code)."""
         was_ready = False
-        watcher = asyncio.create_task(self.watch())
+        watcher = asyncio.create_task(self._find(instance))
         end = asyncio.create_task(instance.ended())
         deadline = time.monotonic() + self._start_timeout_s
         try:
             while not end.done():
                 await asyncio.wait({end}, timeout=_STARTING_S if not was_ready else PROBE_S)
                 was_ready = was_ready or self.state == "ready"
+                self._tell(instance.lack)
                 if not was_ready and time.monotonic() > deadline:
-                    instance.end_at_once(f"It wasn't ready within {self._start_timeout_s:g} s.")
+                    why = f"It wasn't ready within {self._start_timeout_s:g} s. {self.lack}"
+                    instance.end_at_once(why.strip())
             return was_ready, end.result()
         finally:
             watcher.cancel()
@@ -239,6 +244,19 @@ class LocalWorker(Worker):
             if not end.done():  # this task is being cancelled
                 end.cancel()
                 instance.end_at_once("The fleet let it go.")
+
+    async def _find(self, instance: Instance) -> None:
+        """Look after it, once it is known where it is."""
+        url, key = await instance.reached()
+        if url != self.url:
+            self.link = Link(url, key)
+        await self.watch()
+
+    def _tell(self, lack: str) -> None:
+        """What it waits for, to whoever asks why it isn't ready."""
+        if lack != self.lack and self.state == "starting":
+            self.lack = lack
+            self.become("starting", lack or "It is starting.")
 
     @staticmethod
     def _why(code: int, instance: Instance) -> str:
@@ -260,3 +278,24 @@ class LocalWorker(Worker):
         if instance is not None and self.state not in ("stopped", "failed"):
             self.become("stopping", "It is being stopped.")
             await instance.end(patience_s)
+
+
+class LocalWorker(OwnWorker):
+    """One of this machine, on a Unix socket."""
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        socket: Path,
+        arguments: Sequence[str],
+        cpus: Sequence[int] | None,
+        start_timeout_s: float,
+        changed: Callable[[], None],
+    ) -> None:
+        super().__init__(name, model, f"unix:{socket}", start_timeout_s, changed)
+        self._arguments = [*arguments, "--uds", str(socket)]
+        self._cpus = cpus
+
+    async def _start(self) -> Instance:
+        return await LocalInstance.start(self.name, self._arguments, self._cpus, self.url)

@@ -1,0 +1,190 @@
+"""A Ray cluster, as a fleet uses it. What is Ray's own stands here, and in the actor on the node.
+
+Ray isn't needed where nothing runs on it, so it is imported when a fleet connects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from penstock.errors import ConfigError, MissingExtraError, PenstockError, get_extra
+from penstock.fleet.actor import Order, Server, Started
+from penstock.fleet.needs import Needs, Node
+
+AUTO, LOCAL = "auto", "local"
+_ANSWERS_S = 5.0
+_AGAIN_S = 1.0  # until an actor whose node didn't answer is asked again
+_STORE_BYTES = 80 << 20  # of a cluster that starts here: nothing is put into Ray's store
+T = TypeVar("T")
+
+
+class LostError(PenstockError):
+    """An actor is no longer there, or can't be made."""
+
+
+class _UnknownError(LostError):
+    """Its node doesn't answer; whether it is lost, Ray will know later."""
+
+
+class Actor:
+    """A `Server` on some node, asked from here. Every question raises LostError."""
+
+    def __init__(self, handle: Any, ray: Any) -> None:
+        self._handle = handle
+        self._ray = ray
+
+    async def place(self) -> str:
+        """Its node's address, once Ray has started it there."""
+        return str(await self._answer(self._handle.place.remote()))
+
+    async def start(self, order: Order) -> Started:
+        """Start its server. Raises ConfigError where that can't be."""
+        found: Started = await self._answer(self._handle.start.remote(order))
+        return found
+
+    async def said(self) -> tuple[Sequence[str], int | None]:
+        """What the server has logged, once there is some, and at its end its exit code."""
+        while True:
+            try:
+                found: tuple[Sequence[str], int | None]
+                found = await self._answer(self._handle.said.remote())
+            except _UnknownError:
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return found
+
+    def end(self, patience_s: float) -> None:
+        """Have the server answer whom it has for so long, and end; `said` tells when it has."""
+        self._handle.end.remote(patience_s)
+
+    def end_at_once(self) -> None:
+        """Have the server end, and all that it has started."""
+        self._handle.end_at_once.remote()
+
+    def kill(self) -> None:
+        """End the actor: the server ends with it, and what Ray has reserved for it is free."""
+        self._ray.kill(self._handle, no_restart=True)
+
+    async def _answer(self, reference: Awaitable[Any]) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return await reference
+        except errors.ActorUnavailableError as error:
+            raise _UnknownError(_in_short(str(error))) from error
+        except errors.RayTaskError as error:  # what it raised itself
+            raise ConfigError(str(error.cause)) from error
+        except errors.RayError as error:
+            raise LostError(_in_short(str(error))) from error
+
+
+class Cluster:
+    """A connection to a cluster; one in a process."""
+
+    def __init__(self, ray: Any, thread: ThreadPoolExecutor) -> None:
+        """thread: one, which stays: a cluster that was started here ends with it."""
+        self._ray = ray
+        self._thread = thread
+        self._class = ray.remote(Server)
+
+    @classmethod
+    async def connect(cls, address: str) -> Cluster:
+        """To `HOST:PORT`, the one of this machine (`auto`), or one that starts here (`local`).
+
+        Raises MissingExtraError without Ray, ConfigError where no cluster answers.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise MissingExtraError(f"A fleet on Ray needs ray; {get_extra('ray')}.")
+        thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-ray")
+        loop = asyncio.get_running_loop()
+        try:
+            ray = await loop.run_in_executor(thread, _connect, address)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        _heed_signals()
+        return cls(ray, thread)
+
+    async def disconnect(self) -> None:
+        """Ray ends what actors are left of ours, and a cluster that was started here."""
+        await self._in_thread(self._ray.shutdown)
+        self._thread.shutdown()
+
+    def actor(self, needs: Needs) -> Actor:
+        """One that Ray starts where what it needs is free, as far from others as may be."""
+        options = {
+            "num_cpus": needs.num_cpus,
+            "num_gpus": needs.num_gpus,
+            "resources": dict(needs.resources),
+            "scheduling_strategy": "SPREAD",
+            "max_restarts": 0,  # the fleet starts another
+        }
+        return Actor(self._class.options(**options).remote(), self._ray)
+
+    async def nodes(self) -> list[Node]:
+        """Those that are alive."""
+        return await self._in_thread(self._nodes)
+
+    def _nodes(self) -> list[Node]:
+        from ray._private.state import available_resources_per_node  # as Ray Serve does
+
+        free = available_resources_per_node()
+        return [
+            Node(x["NodeManagerAddress"], x["Resources"], free.get(x["NodeID"], {}))
+            for x in self._ray.nodes()
+            if x["Alive"]
+        ]
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _connect(address: str) -> Any:
+    """Ray's module, connected. Raises ConfigError."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # of a cluster that starts here; nothing is sent
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns without
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if ray.is_initialized():
+        raise ConfigError("This process is connected to a Ray cluster already; a fleet needs one.")
+    own = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    try:
+        if address not in (AUTO, LOCAL):
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
+        ray.init(
+            address=address,
+            log_to_driver=False,  # instances' lines come another way
+            logging_level=logging.ERROR,
+            **(own if address == LOCAL else {}),
+        )
+    except Exception as error:  # of any kind, and C++'s among them
+        raise ConfigError(
+            f"The Ray cluster {address!r} doesn't answer: {_in_short(str(error))} Start it with "
+            "`ray start --head`, and this machine's node with `ray start --address=HOST:PORT`."
+        ) from error
+    return ray
+
+
+def _heed_signals() -> None:
+    """Ray's handler of SIGTERM takes it for a crash: it would abort this process 3 s later."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _in_short(text: str) -> str:
+    """The sentences of one of Ray's errors that say why."""
+    lines = [line.strip() for line in text.splitlines()]
+    why = [x for x in lines if x.startswith(("The actor is dead", "ModuleNotFoundError"))]
+    found = (why or [line for line in lines if line] or ["It says nothing."])[-1 if why else 0]
+    return found if found.endswith(".") else f"{found}."
