@@ -7,17 +7,15 @@ import json
 import os
 import secrets
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
-from penstock.errors import ConfigError
 from penstock.fleet.config import FleetConfig, ModelConfig
-from penstock.fleet.needs import Needs, Node
+from penstock.fleet.needs import Needs
 from tests.fleet.conftest import Running, front, running
 from tests.fleet.test_continuing import said
 from tests.fleet.test_instances import LONG, SMALL, alive, process, until, workers
@@ -27,12 +25,13 @@ pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray isn't installed"),
 ]
+SOON = {"health_check_initial_delay_ms": 0, "health_check_timeout_ms": 1000}
 PROMPTS = ["Once upon a time", "The dog", "In the park there was", "Tom and Lily"]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A node with a CPU; nothing is sent, nothing stays in the user's folders."""
+    """A head, and a node with a CPU; nothing is sent, nothing stays in the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "token")
@@ -41,7 +40,12 @@ def cluster() -> Iterator[Any]:
         from ray.cluster_utils import Cluster
 
         Config.initialize("")  # should Ray have been imported before
-        found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        quick = {"health_check_period_ms": 200, "health_check_failure_threshold": 2}
+        found = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "_system_config": {**quick, **SOON}},
+        )
+        found.add_node(num_cpus=1)
         yield found
         found.shutdown()
 
@@ -49,7 +53,7 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def there(cluster: Any) -> Iterator[Running]:
     """Two instances of a CPU each, on a node each."""
-    cluster.add_node(num_cpus=1, resources={"second": 1})
+    cluster.add_node(num_cpus=1)
     model = ModelConfig("m", "stories", (2, 2), SMALL)
     with running(FleetConfig((model,), front(), ray=cluster.address)) as fleet:
         ready(fleet)
@@ -68,6 +72,46 @@ def free() -> float:
     import ray
 
     return float(ray.available_resources().get("CPU", 0.0))
+
+
+def test_nothing_stays_behind(cluster: Any) -> None:
+    """There is one CPU: the second fleet runs only if the first has given it back."""
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        with process("m=stories", f"--ray={cluster.address}") as one:
+            (worker,) = workers(Running(one.ready(), None), "m")  # type: ignore[arg-type]
+            actor = parent(worker["pid"])
+            one.popen.send_signal(number)
+            assert one.popen.wait(30) == (0 if number == signal.SIGTERM else -number)
+            until(lambda: not alive(worker["pid"]) and not alive(actor))  # noqa: B023
+        own = [line for line in one.lines if line.startswith("m/0 | ")]
+        assert any(" ready url=http://" in line for line in own)
+        assert not [line for line in one.lines if "***" in line]  # as Ray's handler of signals has
+
+
+def test_models_come_and_go(cluster: Any) -> None:
+    """Demand reserves, rest frees; what a model that can't run said is passed on."""
+    good = ModelConfig("m", "stories", (0, 1), SMALL, idle_timeout_s=0.5)
+    bad = ModelConfig("bad", "no/such/folder", (0, 1))
+    large = ModelConfig("large", "stories", (0, 1), ray=Needs(4, resources={"fast": 1}))
+    config = FleetConfig((good, bad, large), front(), ray=cluster.address, start_timeout_s=20)
+    with running(config) as fleet:
+        assert free() == 1
+        assert fleet.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert free() == 0
+        until(lambda: not workers(fleet, "m") and free() == 1)
+        answer = fleet.post("/v1/completions", {"model": "bad", "prompt": "a"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "model_failed")
+        assert "Its process ended with 1: " in error["message"]
+        assert "no/such/folder" in error["message"]
+        fleet.post("/models/load", {"model": "large"})
+        until(lambda: "reason" in fleet.get("/v1/models/large")["status"])
+        told = fleet.get("/v1/models/large")["status"]
+        assert told["value"] == "loading"
+        assert "CPU 4, fast 1. Free: CPU 1 of 1, fast 0 of 0 on " in told["reason"]
+        assert told["reason"].endswith(" No node is large enough.")
+        fleet.post("/models/unload", {"model": "large"})
+        until(lambda: not workers(fleet, "large"))
 
 
 def test_it_answers_like_one_server(there: Running, server: Server) -> None:
@@ -111,29 +155,32 @@ def test_a_killed_process_loses_nothing(there: Running, which: str) -> None:
 def test_a_killed_node_loses_nothing(there: Running, cluster: Any) -> None:
     body = {**LONG, "model": "m"}
     expected = said(there.stream("/v1/completions", body))
-    second = next(x for x in cluster.worker_nodes)
-    raylet = second.all_processes["raylet"][0].process.pid
-    on_second = next(
-        x["name"] for x in workers(there, "m") if parent(parent(x["pid"])) == raylet
-    )  # fmt: skip
+    nodes = {x.all_processes["raylet"][0].process.pid: x for x in cluster.worker_nodes}
+    killed: list[Any] = []
 
     def kill(worker: dict[str, Any]) -> None:
-        os.kill(raylet, signal.SIGKILL)
+        """All at once, as when its machine stops."""
+        actor = parent(worker["pid"])
+        raylet = parent(actor)
+        killed.append(nodes[raylet])
+        for pid in (raylet, actor, worker["pid"]):
+            os.kill(pid, signal.SIGKILL)
 
-    # by the policy, the one that has computed this prompt
-    assert said(stream_and(there, body, kill, on_second)) == expected
-    told = there.until(lambda x: "It waits" in "".join(w["reason"] for w in x["models"][0]["workers"]))
-    (waits,) = (w["reason"] for w in told["models"][0]["workers"] if w["state"] != "ready")
-    assert waits.startswith("It waits for what Ray is to reserve: CPU 1. Free: CPU 0 of 1 on ")
+    assert said(stream_and(there, body, kill)) == expected
+    until(lambda: "reason" in there.get("/v1/models/m")["status"])
     status = there.get("/v1/models/m")["status"]
-    assert status == {"value": "loaded", "reason": waits}
-    cluster.remove_node(second, allow_graceful=False)
+    assert status["value"] == "loaded"  # the other one answers
+    assert "reserve: CPU 1. Free: CPU 0 of 1 on " in status["reason"]
+    cluster.remove_node(killed[0], allow_graceful=False)
     cluster.add_node(num_cpus=1)
     ready(there)
+    assert "reason" not in there.get("/v1/models/m")["status"]
     assert said(there.stream("/v1/completions", body)) == expected
 
 
-def stream_and(fleet: Running, body: dict[str, Any], act: Any, which: str = "") -> list[Any]:
+def stream_and(
+    fleet: Running, body: dict[str, Any], act: Callable[[dict[str, Any]], None]
+) -> list[Any]:  # fmt: skip
     """All events of an answer during which something happens to its instance."""
     events: list[Any] = []
     with fleet.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:

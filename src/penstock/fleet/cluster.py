@@ -23,6 +23,8 @@ from penstock.fleet.needs import Needs, Node
 AUTO, LOCAL = "auto", "local"
 _ANSWERS_S = 5.0
 _AGAIN_S = 1.0  # until an actor whose node didn't answer is asked again
+_PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "2", "RAY_py_gcs_connect_timeout_s": "10"}
+"""Ray's own would try for a quarter of an hour where something else listens."""
 _STORE_BYTES = 80 << 20  # of a cluster that starts here: nothing is put into Ray's store
 T = TypeVar("T")
 
@@ -151,6 +153,8 @@ def _connect(address: str) -> Any:
     """Ray's module, connected. Raises ConfigError."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # of a cluster that starts here; nothing is sent
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns without
+    if address != LOCAL:
+        os.environ |= {k: v for k, v in _PATIENCE.items() if k not in os.environ}
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)

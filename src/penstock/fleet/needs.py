@@ -57,6 +57,7 @@ class Needs:
         wanted = self.wanted
         if any(_fits(wanted, node.free) for node in nodes):
             return ""
+        nodes = [x for x in nodes if any(map(x.total.get, wanted))] or nodes
         listed = [f"{_told(wanted, node)} on {node.address}" for node in nodes[:_TOLD_NODES]]
         more = [f"{len(nodes) - _TOLD_NODES} nodes more"] if len(nodes) > _TOLD_NODES else []
         never = "" if any(_fits(wanted, node.total) for node in nodes) else (
