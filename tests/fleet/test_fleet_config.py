@@ -12,6 +12,7 @@ from penstock.cpus import numa_cpus, parse_cpus, usable_cpus
 from penstock.errors import ConfigError
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.files import read_fleet
+from penstock.fleet.needs import Needs, Node
 from penstock.server import Key, Limits, ServerConfig
 
 FILE = """
@@ -143,6 +144,23 @@ WRONG = {
     MODEL + "target_demand = 1.5": "target_demand is 1.5",
     MODEL + 'workers = ["http://a"]': "give either model or workers",
     MODEL + 'api_key_env = "X"': "api_key_env is for workers",
+    'ray = "ray://h:1"\n' + MODEL: "ray is 'ray://h:1'; it must be auto, local, or HOST:PORT",
+    "ray = 1\n" + MODEL: "ray is 1; it must be a text",
+    MODEL + 'on = "ray"': "to run on Ray, and the fleet has no ray. Give it",
+    MODEL + "ray = {num_cpus = 2}": "to run on Ray, and the fleet has no ray. Give it",
+    MODEL + 'on = "there"': "on is 'there'; it must be here or ray",
+    MODEL + 'on = "here"\nray = {}': "runs here, and has a table ray",
+    'ray = "auto"\n' + MODEL + 'on = "here"': "and no model is started there",
+    'ray = "auto"\n' + MODEL + 'cpus = "split"': "Ray reserves CPUs",
+    'ray = "auto"\n' + MODEL + "prefill = 1": "Give it the option --prefix-cache-dir",
+    MODEL + "ray = {num_cpus = 0}": "num_cpus is 0; it must be 1 to 4096",
+    MODEL + "ray = {num_gpus = -1}": "num_gpus is -1",
+    MODEL + "ray = {num_cpu = 1}": "'num_cpu' isn't known. Did you mean 'num_cpus'?",
+    MODEL + "ray = {resources = {CPU = 1}}": "resources has 'CPU'; give num_cpus",
+    MODEL + "ray = {resources = {memory = 1}}": "resources has 'memory'",
+    MODEL + "ray = {resources = {x = 0}}": "x is 0; it must be a number above 0",
+    MODEL + "ray = {resources = {x = true}}": "x is True; it must be a number above 0",
+    '[[model]]\nname="m"\nworkers = ["http://a"]\non = "ray"': "for models started by the fleet",
     MODEL + MODEL: "named 'm'",
     MODEL + "max_loaded = 1": "'max_loaded' isn't known",
     '[[model]]\nname="m"\nworkers = ["ftp://a"]': "isn't an address like",
@@ -238,6 +256,51 @@ def test_prefillers_have_cpus_of_their_own() -> None:
     assert first is not None
     assert second is not None
     assert first + second == usable_cpus()
+
+
+def test_what_ray_reserves(tmp_path: Path) -> None:
+    text = 'ray = "10.0.0.7:6379"\n' + MODEL + """
+[model.ray]
+num_cpus = 4
+num_gpus = 1
+resources = {fast = 0.5}
+[[model]]
+name = "plain"
+model = "stories"
+[[model]]
+name = "near"
+model = "stories"
+on = "here"
+[[model]]
+name = "far"
+workers = ["http://a"]
+"""  # fmt: skip
+    fleet = read(tmp_path, text)
+    assert [fleet.needs_of(x) for x in fleet.models] == [
+        Needs(4, 1, {"fast": 0.5}), Needs(), None, None,
+    ]  # fmt: skip
+    assert read(tmp_path, text, ray="auto").ray == "auto"
+    folder = '[model.options]\nprefix-cache-dir = "/shared"'
+    own = read(tmp_path, 'ray = "auto"\n' + MODEL + "prefill = 1\n" + folder)
+    assert own.models[0].prefillers is not None
+    assert own.needs_of(own.models[0].prefillers) == Needs()
+
+
+def test_what_ray_lacks() -> None:
+    def node(i: int, free: float, **others: float) -> Node:
+        return Node(f"10.0.0.{i}", {"CPU": 8.0, **others}, {"CPU": free})
+
+    assert Needs(4).lack([node(1, 2), node(2, 4)]) == ""
+    assert Needs(4).lack([node(1, 2), Node("10.0.0.9", {}, {}), node(2, 3.5)]) == (
+        "It waits for what Ray is to reserve: CPU 4. Free: CPU 2 of 8 on 10.0.0.1; CPU 3.5 of 8 on "
+        "10.0.0.2."
+    )
+    assert Needs(2, 1).lack([node(1, 8)]) == (
+        "It waits for what Ray is to reserve: CPU 2, GPU 1. Free: CPU 8 of 8, GPU 0 of 0 on "
+        "10.0.0.1. No node is large enough."
+    )
+    assert Needs().lack([node(i, 0) for i in range(10)]).endswith("10.0.0.7; 2 nodes more.")
+    assert "Free: nothing, there is no node. No node is large" in Needs().lack([])
 
 
 def test_what_options_say() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -26,6 +27,7 @@ _AGAIN_S = 1.0  # until an actor whose node didn't answer is asked again
 _PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "2", "RAY_py_gcs_connect_timeout_s": "10"}
 """Ray's own would try for a quarter of an hour where something else listens."""
 _STORE_BYTES = 80 << 20  # of a cluster that starts here: nothing is put into Ray's store
+_ERROR = re.compile(r"[A-Za-z_.]+Error: ")
 T = TypeVar("T")
 
 
@@ -187,8 +189,11 @@ def _heed_signals() -> None:
 
 
 def _in_short(text: str) -> str:
-    """The sentences of one of Ray's errors that say why."""
-    lines = [line.strip() for line in text.splitlines()]
-    why = [x for x in lines if x.startswith(("The actor is dead", "ModuleNotFoundError"))]
-    found = (why or [line for line in lines if line] or ["It says nothing."])[-1 if why else 0]
+    """What one of Ray's errors says of its cause; it is a page long, with numbers of its own."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["It says nothing."]
+    found = lines[0]
+    if found.startswith("The actor died"):
+        errors = [line for line in lines if _ERROR.match(line)]
+        plain = [line for line in lines[1:] if not line[0].isspace()]
+        found = (errors[-1:] or plain[:1] or [found])[0]
     return found if found.endswith(".") else f"{found}."
