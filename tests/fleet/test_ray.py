@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -13,19 +14,24 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from typer.testing import Result
 
+from penstock.errors import ConfigError, MissingExtraError
+from penstock.fleet.actor import Order, Server
+from penstock.fleet.cluster import Cluster, _in_short
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.needs import Needs
 from tests.fleet.conftest import Running, front, running
 from tests.fleet.test_continuing import said
 from tests.fleet.test_instances import LONG, SMALL, alive, process, until, workers
-from tests.server.conftest import Running as Server
+from tests.server.conftest import Running as OneServer
 
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray isn't installed"),
 ]
-SOON = {"health_check_initial_delay_ms": 0, "health_check_timeout_ms": 1000}
+SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200}
+"""A node that is lost is noticed after five of these, not of 3 s."""
 PROMPTS = ["Once upon a time", "The dog", "In the park there was", "Tom and Lily"]
 
 
@@ -37,13 +43,12 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         from ray._raylet import Config
-        from ray.cluster_utils import Cluster
+        from ray.cluster_utils import Cluster as Nodes
 
         Config.initialize("")  # should Ray have been imported before
-        quick = {"health_check_period_ms": 200, "health_check_failure_threshold": 2}
-        found = Cluster(
+        found = Nodes(
             initialize_head=True,
-            head_node_args={"num_cpus": 0, "_system_config": {**quick, **SOON}},
+            head_node_args={"num_cpus": 0, "_system_config": SOON},
         )
         found.add_node(num_cpus=1)
         yield found
@@ -72,6 +77,31 @@ def free() -> float:
     import ray
 
     return float(ray.available_resources().get("CPU", 0.0))
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"needs ray; .*\[ray\]"):
+        asyncio.run(Cluster.connect("auto"))
+
+
+def test_another_version_is_refused() -> None:
+    order = Order("m/0", (), "key", 1, 0, "0.0.1")
+    with pytest.raises(ConfigError, match=r"and the fleet 0\.0\.1\. Install the same"):
+        asyncio.run(Server().start(order))
+
+
+def test_what_ray_says_in_short() -> None:
+    died = "The actor died unexpectedly before finishing this task.\n\tclass_name: Server\n"
+    gone = "The actor died because its node has died. Node Id: 5f12"
+    assert _in_short(f"{died}\tip: 10.0.0.7\n{gone}\n\tterminated") == f"{gone}."
+    trace = "The actor died because of an error raised in its creation task, Server.__init__()\n"
+    missing = "ModuleNotFoundError: No module named 'penstock'"
+    assert _in_short(f"{trace}  File x\nRuntimeError: It failed:\n\n  {missing}\n{missing}") == (
+        f"{missing}."
+    )
+    assert _in_short("Could not find any. Start it.") == "Could not find any. Start it."
+    assert _in_short("") == "It says nothing."
 
 
 def test_nothing_stays_behind(cluster: Any) -> None:
@@ -114,7 +144,14 @@ def test_models_come_and_go(cluster: Any) -> None:
         until(lambda: not workers(fleet, "large"))
 
 
-def test_it_answers_like_one_server(there: Running, server: Server) -> None:
+def test_no_cluster(penstock: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.logs.configure", lambda kind: None)
+    found = penstock("fleet", "m=stories", "--ray=127.0.0.1:1", "--port=0")
+    assert found.exit_code == 1
+    assert "The Ray cluster '127.0.0.1:1' doesn't answer: [Errno 111]" in found.output
+
+
+def test_it_answers_like_one_server(there: Running, server: OneServer) -> None:
     names = set()
     for prompt in PROMPTS:
         body = {"prompt": prompt, "max_tokens": 20, "temperature": 0}
