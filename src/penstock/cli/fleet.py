@@ -95,8 +95,8 @@ def fleet(
     """Serve several models, each in processes of its own, under one address.
 
     Requests name a model. An instance that ends is started again, and its answers go on. What
-    penstock serve takes for one model stands in a file, below [model.options]. With --ray they run
-    on the machines of a Ray cluster.
+    penstock serve takes for one model stands in a file, below \\[model.options]. With --ray
+    instances run on the machines of a Ray cluster.
     """
     check_extra()
     from penstock.fleet.app import serve_fleet

@@ -122,16 +122,17 @@ class Cluster:
         await self._in_thread(self._ray.shutdown)
         self._thread.shutdown()
 
-    def actor(self, needs: Needs) -> Actor:
+    async def actor(self, needs: Needs) -> Actor:
         """One that Ray starts where what it needs is free, as far from others as may be."""
-        options = {
+        options: dict[str, Any] = {
             "num_cpus": needs.num_cpus,
             "num_gpus": needs.num_gpus,
             "resources": dict(needs.resources),
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,  # the fleet starts another
         }
-        return Actor(self._class.options(**options).remote(), self._ray)
+        handle = await self._in_thread(lambda: self._class.options(**options).remote())
+        return Actor(handle, self._ray)
 
     async def nodes(self) -> list[Node]:
         """Those that are alive."""

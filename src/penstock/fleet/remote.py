@@ -28,7 +28,10 @@ _LOST = -signal.SIGKILL
 class RemoteInstance:
     """A server on a node. What it logs goes to stderr under its name, as that of one here."""
 
-    def __init__(self, name: str, arguments: Sequence[str], cluster: Cluster, needs: Needs) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], cluster: Cluster, needs: Needs, actor: Actor
+    ) -> None:
+        """actor: one for these needs, which Ray may not have started yet."""
         key = secrets.token_urlsafe(32)  # which only this fleet knows
         self._order = Order(
             name, tuple(arguments), key, needs.num_cpus, needs.num_gpus, __version__
@@ -40,7 +43,7 @@ class RemoteInstance:
         self.pid: int | None = None
         self.lack = ""
         self.given_up: str | None = None
-        self._actor: Actor = cluster.actor(needs)
+        self._actor = actor
         self._life = asyncio.create_task(self._live())
 
     @property
@@ -141,4 +144,5 @@ class RemoteWorker(OwnWorker):
         self._cluster, self._needs = cluster, needs
 
     async def _start(self) -> RemoteInstance:
-        return RemoteInstance(self.name, self._arguments, self._cluster, self._needs)
+        actor = await self._cluster.actor(self._needs)
+        return RemoteInstance(self.name, self._arguments, self._cluster, self._needs, actor)
