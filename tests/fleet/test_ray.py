@@ -10,6 +10,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2 as httpx
@@ -38,7 +39,11 @@ PROMPTS = ["Once upon a time", "The dog", "In the park there was", "Tom and Lily
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head, and a node with a CPU; nothing is sent, nothing stays in the user's folders."""
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+    ):  # with a short path: it has sockets
+        patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -50,7 +55,7 @@ def cluster() -> Iterator[Any]:
             initialize_head=True,
             head_node_args={"num_cpus": 0, "_system_config": SOON},
         )
-        found.add_node(num_cpus=1)
+        found.add_node(num_cpus=1, num_gpus=1)  # Ray counts what it is told of
         yield found
         found.shutdown()
 
@@ -71,6 +76,10 @@ def ready(fleet: Running) -> None:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def variables(worker: dict[str, Any]) -> list[bytes]:
+    return Path(f"/proc/{worker['pid']}/environ").read_bytes().split(b"\0")
 
 
 def free() -> float:
@@ -120,7 +129,8 @@ def test_nothing_stays_behind(cluster: Any) -> None:
 
 def test_models_come_and_go(cluster: Any) -> None:
     """Demand reserves, rest frees; what a model that can't run said is passed on."""
-    good = ModelConfig("m", "stories", (0, 1), SMALL, idle_timeout_s=0.5)
+    needs = Needs(num_gpus=1)
+    good = ModelConfig("m", "stories", (0, 1), SMALL, idle_timeout_s=2, ray=needs)
     bad = ModelConfig("bad", "no/such/folder", (0, 1))
     large = ModelConfig("large", "stories", (0, 1), ray=Needs(4, resources={"fast": 1}))
     config = FleetConfig((good, bad, large), front(), ray=cluster.address, start_timeout_s=20)
@@ -128,6 +138,8 @@ def test_models_come_and_go(cluster: Any) -> None:
         assert free() == 1
         assert fleet.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
         assert free() == 0
+        (worker,) = workers(fleet, "m")
+        assert b"CUDA_VISIBLE_DEVICES=0" in variables(worker)
         until(lambda: not workers(fleet, "m") and free() == 1)
         answer = fleet.post("/v1/completions", {"model": "bad", "prompt": "a"})
         error = answer.json()["error"]
@@ -167,10 +179,10 @@ def test_instances_have_a_key_and_what_was_reserved(there: Running) -> None:
     for worker in workers(there, "m"):
         answer = httpx.get(f"{worker['url']}/v1/models")
         assert answer.status_code == 401
-        variables = Path(f"/proc/{worker['pid']}/environ").read_bytes().split(b"\0")
-        assert b"OMP_NUM_THREADS=1" in variables
-        assert b"CUDA_VISIBLE_DEVICES=" in variables
-        (key,) = (x.partition(b"=")[2] for x in variables if x.startswith(b"PENSTOCK_API_KEY="))
+        found = variables(worker)
+        assert b"OMP_NUM_THREADS=1" in found
+        assert b"CUDA_VISIBLE_DEVICES=" in found
+        (key,) = (x.partition(b"=")[2] for x in found if x.startswith(b"PENSTOCK_API_KEY="))
         assert key.decode() not in Path(f"/proc/{worker['pid']}/cmdline").read_text()
 
 

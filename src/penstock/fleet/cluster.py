@@ -155,7 +155,6 @@ class Cluster:
 def _connect(address: str) -> Any:
     """Ray's module, connected. Raises ConfigError."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # of a cluster that starts here; nothing is sent
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns without
     if address != LOCAL:
         os.environ |= {k: v for k, v in _PATIENCE.items() if k not in os.environ}
     import ray
