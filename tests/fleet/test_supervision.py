@@ -157,6 +157,23 @@ def test_what_always_runs_is_tried_again() -> None:
     asyncio.run(run())
 
 
+def test_who_waits_for_resources_ends_first() -> None:
+    async def run() -> None:
+        group = group_of(ModelConfig("m", "stories", (1, 2), idle_timeout_s=1))
+        there, waits = (Idle(f"m/{i}", "m", Link(""), group._wake) for i in range(2))
+        for worker in (there, waits):
+            group._add(worker)
+        there.become("ready")
+        waits.lack = "CPU 1"
+        now = time.monotonic()
+        assert group.scale(now) is None
+        assert group.lack == "CPU 1"
+        assert group.scale(now + 2) is waits
+        await group.stop_all()
+
+    asyncio.run(run())
+
+
 def test_a_watcher_goes_on_whatever_happens(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
