@@ -12,6 +12,7 @@ from penstock.engine.intake import CHARACTERS_PER_TOKEN
 from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
 from penstock.models.vision.opening import open_pictures_of
 from penstock.models.vision.pictures import Picture, Pictures
+from penstock.server.compaction import Spent
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
@@ -43,6 +44,7 @@ class PromptText:
     dropped: int = 0  # messages that were left out to make it fit
     pins: tuple[Pin, ...] = ()  # of its start, to be kept in the cache
     pictures: tuple[Picture, ...] = ()  # that it has
+    spent: Spent | None = None  # on summaries in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,11 @@ class Prompts:
                 logger.warning("This model can't be sent %s. %s", what, error)
 
     @property
+    def max_len(self) -> int:
+        """Tokens that the model takes."""
+        return self._max_len
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Raises ApiError where there is none."""
         if self._tokenizer is None:
@@ -167,14 +174,14 @@ class Prompts:
                 code="context_length_exceeded",
             )
         if keep is None:
-            self._check_tools(rendering.telling)
-        plain = self._plain(messages, rendering, source)
+            self.check_tools(rendering.telling)
+        plain = self.plain(messages, rendering, source)
         share = retention if truncation == "auto" else None
         text, ids, left_out = self._shortened(plain, rendering, source, share, reserve)
         if keep is None:
             self._check_room(ids, rendering.telling, source)
         shown = [m for i, m in enumerate(plain) if i not in left_out]
-        seen: tuple[Picture, ...] = _pictures_of(shown)
+        seen: tuple[Picture, ...] = pictures_of(shown)
         if seen:
             source = replace(source, advice=", or send fewer or smaller pictures")
         made = self._fitting(ids, text, keep, source)
@@ -224,7 +231,7 @@ class Prompts:
         if retention is not None and retention < 1:
             playing = Retention(
                 lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-                lambda messages: self._render(messages, rendering, source),
+                lambda messages: self.render(messages, rendering, source),
                 self._max_len,
                 reserve,
             )
@@ -237,7 +244,7 @@ class Prompts:
             middle = low if low == high else (low + high) // 2
             start = starts[middle] if starts else 0
             kept = head + plain[start:] if starts else plain
-            text, ids = self._render(kept, rendering, source)
+            text, ids = self.render(kept, rendering, source)
             fits = len(ids) + reserve <= self._max_len
             if low == high:
                 return text, ids, range(len(head), start)
@@ -250,10 +257,10 @@ class Prompts:
 
     def rendered(self, messages: Sequence[Message], rendering: Rendering) -> list[int]:
         """A conversation's tokens, whether or not the model can take as many."""
-        plain = self._plain(messages, rendering, CONVERSATION)
-        return self._render(plain, rendering, CONVERSATION)[1]
+        plain = self.plain(messages, rendering, CONVERSATION)
+        return self.render(plain, rendering, CONVERSATION)[1]
 
-    def _plain(
+    def plain(
         self, messages: Sequence[Message], how: Rendering, source: Source
     ) -> list[dict[str, Any]]:
         """The messages as the template reads them."""
@@ -283,7 +290,7 @@ class Prompts:
 
     def _seen(self, plain: list[dict[str, Any]], source: Source) -> list[dict[str, Any]]:
         """Messages whose pictures are cut as the model takes them. Raises ApiError."""
-        given = _pictures_of(plain)
+        given = pictures_of(plain)
         if not given:
             return plain
         if self._pictures is None:
@@ -332,9 +339,10 @@ class Prompts:
                 param="documents",
             )
 
-    def _render(
+    def render(
         self, plain: list[dict[str, Any]], how: Rendering, source: Source
     ) -> tuple[str, list[int]]:
+        """The text and tokens of messages as `plain` has them. Raises ApiError."""
         tokenizer = self.tokenizer
         try:
             text = tokenizer.apply_chat_template(
@@ -348,7 +356,7 @@ class Prompts:
             )
         except ChatTemplateError as error:
             raise _template_error(error, source) from error
-        pictures = _pictures_of(plain)
+        pictures = pictures_of(plain)
         if pictures and self._pictures is not None:
             try:
                 text = self._pictures.expand(text, pictures)
@@ -406,7 +414,7 @@ class Prompts:
                 code="context_length_exceeded",
             )
 
-    def _check_tools(self, telling: Telling) -> None:
+    def check_tools(self, telling: Telling) -> None:
         """Refuse tools that can't fit before they are written into a prompt."""
         most = self._max_len * CHARACTERS_PER_TOKEN
         if telling.size > most:
@@ -475,7 +483,7 @@ def _as_cut(part: dict[str, Any], left: Iterator[Picture]) -> dict[str, Any]:
     return {**part, "picture": next(left)} if part["type"] == "image" else part
 
 
-def _pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+def pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Those of messages, in their order."""
     contents = (m["content"] for m in plain)
     parts = (part for content in contents if isinstance(content, list) for part in content)

@@ -15,6 +15,7 @@ from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
     CacheControl,
+    ContextManagements,
     EngineFields,
     Some,
     StreamOptions,
@@ -231,6 +232,7 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     truncation: Annotated[
         Literal["disabled", "auto"] | RetentionRatio | None, BeforeValidator(_truncation)
     ] = None
+    context_management: ContextManagements | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

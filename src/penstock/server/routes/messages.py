@@ -15,6 +15,7 @@ from penstock.sampling import SamplingParams
 from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
+from penstock.server.compaction import Conversation, Spent
 from penstock.server.conversation import ANTHROPIC, Rendering
 from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
@@ -30,6 +31,7 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
+from penstock.server.routes.compaction import compacted, wanted
 from penstock.server.routes.tools import (
     Answering,
     Calls,
@@ -61,14 +63,28 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     ticket = await admit(request, caller)
     rendering = _rendering(body, service.config.chat_template)
     plan = await plan_of(request, ticket, rendering, body)
+    told = telling(rendering, plan)
+    reserve = min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED)
+    short = await compacted(
+        request,
+        ticket,
+        Conversation(conversation),
+        told,
+        wanted(service, None),
+        body=body,
+        model=model,
+        reserve=reserve,
+        source=ANTHROPIC,
+    )
     prompt = await prompt_of_messages(
         request,
         ticket,
-        conversation,
-        telling(rendering, plan),
+        short.conversation.written,
+        told,
         truncation=None,
-        reserve=min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED),
+        reserve=reserve,
         source=ANTHROPIC,
+        spent=short.spent,
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
     goes_on = conversation[-1] if rendering.continue_final_message else None
@@ -137,7 +153,7 @@ class _Answer:
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(output),
-            "penstock": priced(output),
+            "penstock": priced(output, self._work.prompt),
         }
 
     def _content(self, text: str) -> tuple[list[dict[str, Any]], bool]:
@@ -172,13 +188,14 @@ class _Answer:
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
         """Tokens of the prompt that were computed, found in the cache, and kept there."""
         total, cached = len(output.prompt_token_ids), output.metrics.cached_tokens
+        spent = self._work.prompt.spent or Spent()
         pinned = max((pin.tokens for pin in self._work.options.pins), default=0)
         kept = max(0, pinned - cached)
         return {
-            "input_tokens": total - cached - kept,
+            "input_tokens": total - cached - kept + spent.input_tokens - spent.cached_tokens,
             "cache_creation_input_tokens": kept,
-            "cache_read_input_tokens": cached,
-            "output_tokens": len(output.outputs[0].token_ids),
+            "cache_read_input_tokens": cached + spent.cached_tokens,
+            "output_tokens": len(output.outputs[0].token_ids) + spent.output_tokens,
         }
 
     async def events(
@@ -215,7 +232,7 @@ class _Answer:
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=self._usage(output),
-            penstock=priced(output),
+            penstock=priced(output, self._work.prompt),
         )
         yield tell("message_stop")
 
