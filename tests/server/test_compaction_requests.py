@@ -384,6 +384,8 @@ def test_the_servers_setting() -> None:
         )
         assert spent(message)["messages"] > 0
         running.rest()
+        assert message.content[0].type == "text"  # a block is for who asks for one
+        assert spent(message)["passes"] == 0
         usage = message.usage
         paid = usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens
         assert sum(used) == paid + chat.usage.total_tokens + response.usage.total_tokens

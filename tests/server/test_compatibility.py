@@ -22,7 +22,12 @@ from penstock.server.protocol.common import (
 )
 from penstock.server.protocol.completions import CompletionRequest
 from penstock.server.protocol.embeddings import EmbeddingRequest
-from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest, Turn
+from penstock.server.protocol.messages import (
+    CompactEdit,
+    CountTokensRequest,
+    MessagesRequest,
+    Turn,
+)
 from penstock.server.protocol.pictures import ContentPart
 from penstock.server.protocol.responses import CompactRequest, InputItem, ResponsesRequest
 from penstock.server.protocol.structure import JsonSchema, ResponseFormat, StructureFields
@@ -55,6 +60,7 @@ SECTIONS: dict[str, type[Body]] = {
     "POST /v1/messages": MessagesRequest,
     "A message": Turn,
     "A block of a message": Block,
+    "An edit of context_management": CompactEdit,
     "POST /v1/messages/count_tokens": CountTokensRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /detokenize": DetokenizeRequest,

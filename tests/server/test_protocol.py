@@ -71,6 +71,9 @@ LONG = [{"role": "user", "content": "A long walk by the sea. " * (LENGTH // 12)}
 TURNS = [{"role": role, "content": "A walk by the sea. " * (LENGTH // 80)}
          for role in ("user", "assistant", "user", "assistant", "user")]  # fmt: skip
 SUMMED_UP = [{"type": "compaction", "compact_threshold": 128}]
+SUMMED_UP_TOO = {
+    "edits": [{"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 128}}]
+}
 TWO = {"allowed_token_ids": [300, 301]}
 FEW = {"allowed_token_ids": list(range(260, 340))}  # frequent ones, which come again
 SAMPLING: dict[str, Any] = {
@@ -298,6 +301,7 @@ ENDPOINTS = {
             "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
             "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
             "output_format": {"type": "json_object"},
+            "context_management": (SUMMED_UP_TOO, {"messages": TURNS}),
         },
         {"metadata"} | OF_THE_QUEUE | OF_THE_CACHE,
     ),

@@ -123,13 +123,14 @@ class Wanted:
     """When a conversation is compacted.
 
     threshold: tokens of a prompt; param: the field that says so, for errors; name: what it is
-    called there; forced: now, whatever it has.
+    called there; forced: now, whatever it has; instructions: what is asked for instead.
     """
 
     threshold: int
     param: str | None
     name: str
     forced: bool = False
+    instructions: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ class Play:
     def _recall(self) -> None:
         """Begin where an earlier request of this conversation has got."""
         digest = hashlib.sha256(self.writing.salt)
-        digest.update(_as_json([self.threshold, self._summary]))
+        digest.update(_as_json([self.threshold, self._summary, self.wanted.instructions]))
         self._keys = []
         for end, i in enumerate([*self._body, len(self.writing.plain)]):
             for message in self.writing.plain[self._body[end - 1] if end else 0 : i]:
@@ -432,7 +433,9 @@ class Play:
         places = (*self._opening(self._start), *self._body[self._start : upto])
         head = (asking[i] for i in self._system(step.end))
         made = [*head, *told, *(asking[i] for i in places)]
-        wanted = _INSTRUCTIONS.format(words=max(self.most // 2, 8))
+        wanted = self.wanted.instructions
+        if wanted is None:
+            wanted = _INSTRUCTIONS.format(words=max(self.most // 2, 8))
         last = made[-1]
         if last["role"] == "user" and isinstance(last["content"], str):
             return [*made[:-1], {**last, "content": f"{last['content']}\n\n{wanted}"}]

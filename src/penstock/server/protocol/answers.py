@@ -376,13 +376,31 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-class MessageUsage(Body):
-    """Tokens of a message: computed, kept, found in the cache, generated."""
+class CompactionBlock(Body):
+    """A summary of older turns, to be sent back as it is."""
 
+    type: Literal["compaction"]
+    content: str
+    encrypted_content: str
+
+
+class _Tokens(Body):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+
+
+class IterationUsage(_Tokens):
+    """What of the tokens a summary has taken, and what the message."""
+
+    type: Literal["compaction", "message"]
+
+
+class MessageUsage(_Tokens):
+    """Tokens of a message: computed, kept, found in the cache, generated."""
+
+    iterations: list[IterationUsage] | None = None  # where a summary was written
 
 
 class MessageAnswer(Body):
@@ -392,8 +410,8 @@ class MessageAnswer(Body):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[ThinkingBlock | TextBlock | ToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    content: list[CompactionBlock | ThinkingBlock | TextBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "compaction"]
     stop_sequence: str | None
     usage: MessageUsage
-    penstock: Measured
+    penstock: Measured | OfCompaction

@@ -102,5 +102,15 @@ def compaction_item(conversation: Conversation, name: str) -> dict[str, Any]:
     return {"type": "compaction", "id": f"cmp_{name}", "encrypted_content": sealed(conversation)}
 
 
+def compaction_block(conversation: Conversation) -> dict[str, Any]:
+    """The same as a block of Anthropic's messages, which shows the summary."""
+    sealed_content = sealed(conversation)
+    return {
+        "type": "compaction",
+        "content": conversation.summary,
+        "encrypted_content": sealed_content,
+    }
+
+
 def _text_of(message: Message) -> str:
     return "\n".join(text for text, _ in message.passages() if text)
