@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.engine import Pin
 from penstock.engine.intake import CHARACTERS_PER_TOKEN
-from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
+from penstock.errors import ChatTemplateError, InvalidPromptError
 from penstock.models.vision.opening import open_pictures_of
 from penstock.models.vision.pictures import Picture, Pictures
 from penstock.server.compaction import Spent
@@ -492,16 +492,3 @@ def pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
 
 def _template_error(error: ChatTemplateError, source: Source) -> ApiError:
     return ApiError(400, str(error), param=source.field, code="chat_template_error")
-
-
-def token_strings(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The pieces as the vocabulary writes them. Raises TokenizerError for an unknown id."""
-    pieces = []
-    for token in ids:
-        piece = tokenizer.id_to_token(token)
-        if piece is None:
-            raise TokenizerError(
-                f"Token id {token} isn't in the vocabulary of {tokenizer.vocab_size}."
-            )
-        pieces.append(piece)
-    return pieces
