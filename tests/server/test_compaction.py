@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import random
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -248,6 +251,21 @@ def test_an_item_holds_a_conversation() -> None:
     assert text.isascii()
     again = unsealed(text, "place").others
     assert again[1].tool_calls and again[1].tool_calls[0].function.name == "f"
+
+
+def test_an_item_unpacks_to_no_flood() -> None:
+    """Of a few bytes, no megabytes; what repeats itself goes through all the same."""
+    plain = b'{"system": [], "summary": "' + b"a" * (40 << 20) + b'", "kept": []}'
+    packed = zlib.compress(plain, 9)
+    digest = hashlib.sha256(packed).digest()[:16]
+    bomb = "penstock1." + base64.urlsafe_b64encode(digest + packed).decode()
+    assert len(bomb) < 60_000
+    begun = time.perf_counter()
+    with pytest.raises(ApiError, match="isn't that of a compaction item"):
+        unsealed(bomb, "place")
+    assert time.perf_counter() - begun < 0.5
+    talk = Conversation([said("user", 1 << 20)], "s")
+    assert unsealed(sealed(talk), "place") == talk
 
 
 def test_what_summaries_cost() -> None:

@@ -390,6 +390,12 @@ def test_the_servers_setting() -> None:
         paid = usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens
         assert sum(used) == paid + chat.usage.total_tokens + response.usage.total_tokens
         assert account.running == 0
+    with (
+        serving(ServerConfig(truncation="auto"), model="stories-chat") as running,
+        OpenAI(base_url=running.v1, api_key="none", max_retries=0) as client,
+        pytest.raises(openai.BadRequestError, match="nothing to summarise"),
+    ):
+        client.responses.compact(model="stories", input="Once")
     for wrong in (0, 127, -5):
         with pytest.raises(ConfigError, match=f"compaction_threshold is {wrong}; it must be at le"):
             ServerConfig(compaction_threshold=wrong)

@@ -25,6 +25,8 @@ from penstock.server.protocol.common import MOST_MESSAGES, Body, Some
 _PREFIX = "penstock1."
 _DIGEST_BYTES = 16
 _MOST_BYTES = 32 << 20  # of an item, unpacked
+_ALWAYS_BYTES = 1 << 20  # it may have so many
+_RATIO = 64  # … or so many times those that it was packed into
 
 
 class _Content(Body):
@@ -42,7 +44,10 @@ def sealed(conversation: Conversation) -> str:
         "summary": conversation.summary,
         "kept": [m.model_dump(exclude_none=True) for m in conversation.others],
     }
-    packed = zlib.compress(json.dumps(content, ensure_ascii=False).encode(), 9)
+    plain = json.dumps(content, ensure_ascii=False).encode()
+    packed = zlib.compress(plain)
+    if len(plain) > _most_unpacked(packed):
+        packed = zlib.compress(plain, 0)
     digest = hashlib.sha256(packed).digest()[:_DIGEST_BYTES]
     return _PREFIX + base64.urlsafe_b64encode(digest + packed).decode()
 
@@ -71,7 +76,7 @@ def _read(text: str) -> _Content | None:
         if hashlib.sha256(packed).digest()[:_DIGEST_BYTES] != digest:
             return None
         unpacking = zlib.decompressobj()
-        plain = unpacking.decompress(packed, _MOST_BYTES)
+        plain = unpacking.decompress(packed, _most_unpacked(packed))
         if not unpacking.eof:
             return None
         return _Content.model_validate_json(plain)
@@ -95,6 +100,11 @@ def output_items(conversation: Conversation, name: str) -> list[dict[str, Any]]:
         ),
         compaction_item(conversation, name),
     ]
+
+
+def _most_unpacked(packed: bytes) -> int:
+    """Bytes that are unpacked at most: a few that stand for many would hold everybody up."""
+    return min(_MOST_BYTES, max(_ALWAYS_BYTES, _RATIO * len(packed)))
 
 
 def compaction_item(conversation: Conversation, name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from penstock.server.tools.offer import Offer
 from penstock.server.tools.plan import Plan
 
 router = APIRouter(route_class=JsonRoute)
+_LARGE_BYTES = 1 << 15  # of a body
 _FIELD = "context_management[0].compact_threshold"
 
 
@@ -58,6 +59,13 @@ def wanted(service: Service, asked: Sequence[ContextManagement] | None) -> Wante
     if given is not None:
         return Wanted(given, _FIELD, "compact_threshold")
     return Wanted(own or service.prompts.max_len, _FIELD, "compact_threshold, left out,")
+
+
+async def conversation_of(
+    service: Service, ticket: Ticket, read: Callable[[], Conversation]
+) -> Conversation:
+    """What a request's items stand for: of large ones beside the event loop. Raises ApiError."""
+    return await service.compute(ticket, read) if ticket.size > _LARGE_BYTES else read()
 
 
 async def compacted(
@@ -91,8 +99,7 @@ async def compacted(
     salt = dumps([model, body.cache_salt]).encode()
 
     def begin() -> Play:
-        if when.forced:
-            service.prompts.check_tools(rendering.telling)
+        service.prompts.check_tools(rendering.telling)
         writing = _writing(service, conversation, rendering, asking, source, salt)
         return Play(
             conversation, writing, when, service.remembered, service.prompts.max_len, reserve or 1
@@ -104,7 +111,8 @@ async def compacted(
         while (question := await service.compute(ticket, play.next, slow=slow)) is not None:
             play.told(await _summary(service, ticket, question, play, without, body, model, spent))
     except ApiError as error:
-        if error.code != IMPOSSIBLE or (truncation or service.config.truncation) != "auto":
+        leaves_out = (truncation or service.config.truncation) == "auto" and not when.forced
+        if error.code != IMPOSSIBLE or not leaves_out:
             raise
     left, spent.messages = play.result
     return Compacted(left, spent if spent.messages else None)
@@ -194,8 +202,8 @@ async def compact_response(body: CompactRequest, request: Request) -> Response:
     service = service_of(request)
     model = service.check_model(body.model)
     caller = caller_of(request, "resp")
-    conversation = body.conversation()
     ticket = await admit(request, caller)
+    conversation = await conversation_of(service, ticket, body.conversation)
     rendering = Rendering(
         chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
     )
@@ -213,12 +221,14 @@ async def compact_response(body: CompactRequest, request: Request) -> Response:
     )
     assert made.spent is not None  # or there was an error
     spent, name = made.spent, caller.request_id.removeprefix("resp-")
+    left = body.sealable(made.conversation)
+    output = await service.compute(ticket, lambda: output_items(left, name))
     return JSONResponse(
         {
             "id": caller.request_id.replace("-", "_", 1),
             "object": "response.compaction",
             "created_at": now(),
-            "output": output_items(body.sealable(made.conversation), name),
+            "output": output,
             "usage": {
                 "input_tokens": spent.input_tokens,
                 "input_tokens_details": {"cached_tokens": spent.cached_tokens},

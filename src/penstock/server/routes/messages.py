@@ -32,7 +32,7 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
-from penstock.server.routes.compaction import compacted, wanted
+from penstock.server.routes.compaction import compacted, conversation_of, wanted
 from penstock.server.routes.tools import (
     Answering,
     Calls,
@@ -60,8 +60,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     user = None if body.metadata is None else body.metadata.user_id
     caller = caller_of(request, "msg", user)
     check_stops(service, body.stop_sequences, "stop_sequences")
-    conversation = body.conversation()
     ticket = await admit(request, caller)
+    conversation = await conversation_of(service, ticket, body.conversation)
     rendering = _rendering(conversation, service.config.chat_template)
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
@@ -88,11 +88,12 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         spent=short.spent,
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
-    left = None
+    block = None
     if short.spent is not None and body.context_management is not None:
         left = body.sealable(short.conversation)
+        block = await service.compute(ticket, lambda: compaction_block(left))
         if body.context_management.pauses:
-            paused = _Paused(caller.request_id, model, prompt, left)
+            paused = _Paused(caller.request_id, model, prompt, block)
             return paused.streamed() if body.stream else JSONResponse(paused.message())
     goes_on = conversation.messages[-1] if rendering.continue_final_message else None
     how = answering(service, ticket, plan, prompt, goes_on)
@@ -100,7 +101,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     params = _params(body, service.defaults, min(body.max_tokens, room), form)
     work = Work(prompt, params, service.options(caller, body, prompt, model))
     outputs = service.stream(ticket, [work])
-    answer = _Answer(caller.request_id, model, work, how, left)
+    answer = _Answer(caller.request_id, model, work, how, block)
     if body.stream:
         return stream_response(answer.events(outputs), outputs)
     return JSONResponse(answer.message(await unless_gone(request.receive, last_of(outputs))))
@@ -111,12 +112,10 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     """How many tokens a conversation's prompt has, whether or not they fit."""
     service = service_of(request)
     service.check_model(body.model)
-    conversation = body.conversation()
-    rendering, messages = (
-        _rendering(conversation, service.config.chat_template),
-        conversation.written,
-    )
     ticket = await admit(request, caller_of(request, "count"))
+    conversation = await conversation_of(service, ticket, body.conversation)
+    messages = conversation.written
+    rendering = _rendering(conversation, service.config.chat_template)
     rendering = telling(rendering, await plan_of(request, ticket, rendering, body))
     prompts = service.prompts
     slow = any(message.has_pictures for message in messages)
@@ -211,10 +210,12 @@ def _compaction_events(block: dict[str, Any]) -> Iterator[bytes]:
 class _Paused:
     """A message that has a compaction and nothing else, for whoever wants to see it first."""
 
-    def __init__(self, request_id: str, model: str, prompt: PromptText, left: Conversation) -> None:
+    def __init__(
+        self, request_id: str, model: str, prompt: PromptText, block: dict[str, Any]
+    ) -> None:
         self._empty = _empty(request_id, model)
         self._usage = _usage(prompt, 0, 0, 0, 0)
-        self._block = compaction_block(left)
+        self._block = block
         self._more: dict[str, Any] = {}
         if prompt.spent is not None:
             self._more = {"penstock": {"compaction": prompt.spent.as_dict()}}
@@ -247,13 +248,13 @@ class _Answer:
         model: str,
         work: Work,
         how: Answering,
-        left: Conversation | None = None,
+        compaction: dict[str, Any] | None = None,
     ) -> None:
-        """left: of a conversation that was summed up, which a block tells."""
+        """compaction: the block that tells of one."""
         self._head = _empty(request_id, model)
         self._work = work
         self._how = how
-        self._compaction = None if left is None else compaction_block(left)
+        self._compaction = compaction
 
     def message(self, output: RequestOutput) -> dict[str, Any]:
         """All of it."""

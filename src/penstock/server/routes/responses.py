@@ -15,7 +15,7 @@ from penstock.sampling import SamplingParams, TokenLogprobs
 from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
-from penstock.server.compaction import Conversation, Spent
+from penstock.server.compaction import Spent
 from penstock.server.conversation import RESPONSE, Rendering
 from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.compaction import compaction_item
@@ -32,7 +32,7 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
-from penstock.server.routes.compaction import compacted, wanted
+from penstock.server.routes.compaction import compacted, conversation_of, wanted
 from penstock.server.routes.items import Items
 from penstock.server.routes.tools import Answering, answering, plan_of, sampling_of, telling
 from penstock.server.service import Service, Work, priced
@@ -48,8 +48,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
     check_words(service, body)
-    conversation = body.conversation()
     ticket = await admit(request, caller)
+    conversation = await conversation_of(service, ticket, body.conversation)
     rendering = Rendering(
         chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
     )
@@ -88,12 +88,20 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         **form,
     )
     work = Work(prompt, params, service.options(caller, body, prompt, model))
-    left = None if short.spent is None else body.sealable(short.conversation)
-    answer = _Answer(body, caller.request_id, model, work, service, how, left)
+    item = None
+    if short.spent is not None:
+        left, name = body.sealable(short.conversation), _name_of(caller.request_id)
+        item = await service.compute(ticket, lambda: compaction_item(left, name))
+    answer = _Answer(body, caller.request_id, model, work, service, how, item)
     outputs = service.stream(ticket, [work])
     if body.stream:
         return stream_response(answer.events(outputs), outputs)
     return JSONResponse(answer.response(await unless_gone(request.receive, last_of(outputs))))
+
+
+def _name_of(request_id: str) -> str:
+    """From which its items have theirs."""
+    return request_id.removeprefix("resp-")
 
 
 class _Answer:
@@ -107,16 +115,16 @@ class _Answer:
         work: Work,
         service: Service,
         how: Answering,
-        left: Conversation | None = None,
+        compaction: dict[str, Any] | None = None,
     ) -> None:
-        """left: of a conversation that was compacted, which an item tells."""
+        """compaction: the item that tells of one."""
         self._body, self._model, self._work, self._how = body, model, work, how
         self._id = request_id.replace("-", "_", 1)
         self._names = TokenNames(service.prompts.tokenizer, as_ids=False)
         self._created = now()
         self._truncation = body.truncation or service.config.truncation
-        self._name = request_id.removeprefix("resp-")
-        self._compaction = None if left is None else compaction_item(left, self._name)
+        self._name = _name_of(request_id)
+        self._compaction = compaction
         self._sample: CompletionOutput | None = None  # once it has ended
 
     def response(self, output: RequestOutput) -> dict[str, Any]:
