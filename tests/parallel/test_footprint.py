@@ -168,8 +168,9 @@ def test_what_can_not_be_divided(tiny: Make) -> None:
 @pytest.mark.parametrize(("model", "options", "sizes"), [
     ("stories", {"tensor_parallel_size": 2}, (48, 450, 50)),
     ("stories", {"pipeline_parallel_size": 2}, (48, 450, 50)),
-    ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, (32, 200, 30)),
-    ("deepseek-v3", {"tensor_parallel_size": 2}, (32, 200, 30)),
+    pytest.param("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+                 (32, 200, 30), marks=pytest.mark.slow),
+    pytest.param("deepseek-v3", {"tensor_parallel_size": 2}, (32, 200, 30), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_memory_is_what_ranks_have(
     tiny: Make, model: str, options: dict[str, Any], sizes: tuple[int, int, int]
