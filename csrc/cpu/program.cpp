@@ -333,6 +333,30 @@ size_t Program::bytes() const {
   return sum;
 }
 
+int64_t Program::touched(int64_t tokens, int64_t sampled) const {
+  std::vector<int64_t> used(buffers_.size(), 0);
+  const auto bytes = [&](int value) {
+    const Value& v = at(value);
+    return v.columns * (v.sampled ? sampled : tokens) * size_of(v.dtype);
+  };
+  std::vector<bool> elsewhere(values_.size(), false);  // where ranks meet
+  for (size_t x = 0; x < values_.size(); x++) {
+    if (gathered_by_[x] < 0) continue;
+    const Node& meeting = nodes_[static_cast<size_t>(gathered_by_[x])];
+    const auto& gather = std::get<GatherColumnsArgs>(meeting.args);
+    const bool fits = bytes(meeting.y) <= gather.at.place_bytes;
+    elsewhere[x] = elsewhere[static_cast<size_t>(meeting.y)] = fits;
+  }
+  for (size_t y = 0; y < values_.size(); y++) {
+    if (buffer_of_[y] < 0 || elsewhere[y]) continue;
+    int64_t& most = used[static_cast<size_t>(buffer_of_[y])];
+    most = std::max(most, bytes(static_cast<int>(y)));
+  }
+  int64_t sum = 0;
+  for (int64_t one : used) sum += (one + 4095) / 4096 * 4096;
+  return sum;
+}
+
 void Program::run(const StepArrays& step, const Output& output, int threads, double* times) {
   const int64_t rows = std::max(step.count, step.sampled);
   const auto too_small = [&](const Buffer& buffer) {

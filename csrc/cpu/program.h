@@ -86,6 +86,9 @@ class Program {
   void reserve(int64_t rows);
   // What all buffers hold now.
   size_t bytes() const;
+  // Of buffers, what steps of so many tokens and sampled rows write to: less than is reserved where a
+  // sampled value shares one with others, or ranks read a product where it was written.
+  int64_t touched(int64_t tokens, int64_t sampled) const;
 
   // Whether `run` can find each row's largest logit alone: logits are a product's, soft cap aside, or
   // put together of several ranks'.

@@ -290,6 +290,15 @@ int64_t program_reserve(int64_t id, int64_t rows) {
   return static_cast<int64_t>(p->program.bytes());
 }
 
+int64_t program_touched(int64_t id, int64_t tokens, int64_t sampled) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(p->program.logits() >= 0, "Program ", id, " isn't finished");
+  for (int64_t rows : {tokens, sampled})
+    STD_TORCH_CHECK(rows >= 0 && rows <= INT32_MAX, "rows must be from 0 to ", INT32_MAX, ", not ",
+                    rows);
+  return p->program.touched(tokens, sampled);
+}
+
 // table [n, 2] int32: steps of up to table[i, 0] tokens run on table[i, 1] threads, larger ones on
 // all.
 void program_threads(int64_t id, const Tensor& table) {
@@ -456,6 +465,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_finish(int program, int logits) -> int");
   m.def("program_finds_largest(int program) -> bool");
   m.def("program_reserve(int program, int rows) -> int");
+  m.def("program_touched(int program, int tokens, int sampled) -> int");
   m.def("program_threads(int program, Tensor table) -> ()");
   m.def("program_variants(int program, Tensor table) -> ()");
   m.def("program_copy_blocks(int program, Tensor pairs) -> ()");
@@ -486,6 +496,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_finish", TORCH_BOX(&program_finish));
   m.impl("program_finds_largest", TORCH_BOX(&program_finds_largest));
   m.impl("program_reserve", TORCH_BOX(&program_reserve));
+  m.impl("program_touched", TORCH_BOX(&program_touched));
   m.impl("program_threads", TORCH_BOX(&program_threads));
   m.impl("program_variants", TORCH_BOX(&program_variants));
   m.impl("program_copy_blocks", TORCH_BOX(&program_copy_blocks));

@@ -187,6 +187,12 @@ def resident_bytes() -> int:
     return int(value.split()[0]) * 1024 if value else 0
 
 
+def resident_file_bytes() -> int:
+    """Of these, what files have, such as libraries: other processes that map them have the same."""
+    value = _first("/proc/self/status", "RssFile")
+    return int(value.split()[0]) * 1024 if value else 0
+
+
 def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Folders of the control groups that this process is in, from its own to the outermost; and
     whether they are version 1's.

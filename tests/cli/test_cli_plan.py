@@ -83,6 +83,32 @@ def test_memory_is_what_an_engine_has(penstock: Run) -> None:
     assert planned["total_bytes"] == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
+def test_ranks_are_told_one_by_one(penstock: Run) -> None:
+    """What all have together, and each; those that are alike in a row."""
+    memory = as_json(penstock, "stories", "-tp", 4, "-pp", 2)["memory"]
+    assert [(x["rank"], x["stage"]) for x in memory["ranks"]] == [(i, 1 + i // 4) for i in range(8)]
+    one = as_json(penstock, "stories")
+    assert "ranks" not in one["memory"] and "meeting_bytes" not in one["memory"]
+    assert (
+        memory["kv_cache_bytes"] == 2 * one["memory"]["kv_cache_bytes"]
+    )  # two key heads, four ranks
+    shared = sum(x["meeting_bytes"] for x in memory["ranks"]) - memory["meeting_bytes"]
+    assert shared == 3 * memory["meeting_bytes"] > 0
+    said = " ".join(penstock("plan", "stories", "-tp", 4, "-pp", 2).stdout.split())
+    for words in (
+        "Rank 0 ",
+        "Ranks 1 to 3 ",
+        "Ranks 4 to 7 ",
+        " each, stage 2: weights ",
+        "stage 1: ",
+    ):
+        assert words in said
+    assert "stage" not in penstock("plan", "stories", "-tp", 2).stdout
+    speed = as_json(penstock, "stories", "-tp", 2)["speed"]
+    assert speed == one["speed"]
+
+
 def test_a_share_of_the_floor(penstock: Run) -> None:
     whole, half = (as_json(penstock, "--usd-hour", 1, "--share", s) for s in (1, 0.5))
     assert half["speed"]["prefill_s"] == 2 * whole["speed"]["prefill_s"]
@@ -137,6 +163,14 @@ def test_memory_here_is_what_is_free(penstock: Run) -> None:
         ([*H200, "--kv-cache-dtype", "kivi"], "is built for CPUs only"),
         (["nowhere/at/all"], "nowhere/at/all"),
         (["--quantization", "w3"], "w3"),
+        (["-tp", 3], "tensor_parallel_size may be 1, 2, 4"),
+        (["-pp", 9], "8 layers are too few for 9 stages"),
+        (["-tp", 65], "tensor_parallel_size=65 are 65 processes, and 64 is the most"),
+        (["-tp", 0], "must be"),
+        (["--enable-expert-parallel"], "has no effect without a tensor_parallel_size above 1"),
+        (["-tp", 2, "--enable-expert-parallel"], "a model without experts"),
+        (["-tp", 2, "--kv-cache-dtype", "kivi"], "isn't built together with"),
+        ([*H200, "-tp", 2], "tensor_parallel_size=2 is built for CPUs"),
     ],
 )
 def test_what_can_not_be_planned(penstock: Run, arguments: list[object], says: str) -> None:

@@ -102,6 +102,7 @@ def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> Non
         ("--allowed-host a.example:80", "--allowed-host has 'a.example:80'"),
         ("--allowed-host ::1", "[fd00::1]"),
         ("--served-model-name=", "--served-model-name has an empty name"),
+        ("--compaction-threshold 5", "--compaction-threshold is 5; it must be at least 128"),
         ("--api-key one --api-key two --api-key one", "have the same secret"),
         ("--request-timeout -1", "--request-timeout is -1"),
         ("--write-timeout 0", "--write-timeout is 0"),

@@ -169,7 +169,7 @@ def test_what_is_asked_of_them() -> None:
     assert not Ask.of("/tokenize", b"{}", ()).may_be_handed_over
     for fields in (
         {"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"truncation": "auto"},
-        {"kv_transfer_params": {}},
+        {"kv_transfer_params": {}}, {"context_management": [{"type": "compaction"}]},
     ):  # fmt: skip
         asked = {"prompt": "a", **fields}
         assert not Ask.of("/v1/completions", dumps(asked).encode(), ()).may_be_handed_over

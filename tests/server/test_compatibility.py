@@ -15,15 +15,21 @@ from penstock.server.protocol.chat import ChatRequest, Message, TemplateFields
 from penstock.server.protocol.common import (
     Body,
     CacheControl,
+    ContextManagement,
     EngineFields,
     SamplingFields,
     StreamOptions,
 )
 from penstock.server.protocol.completions import CompletionRequest
 from penstock.server.protocol.embeddings import EmbeddingRequest
-from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest, Turn
+from penstock.server.protocol.messages import (
+    CompactEdit,
+    CountTokensRequest,
+    MessagesRequest,
+    Turn,
+)
 from penstock.server.protocol.pictures import ContentPart
-from penstock.server.protocol.responses import InputItem, ResponsesRequest
+from penstock.server.protocol.responses import CompactRequest, InputItem, ResponsesRequest
 from penstock.server.protocol.structure import JsonSchema, ResponseFormat, StructureFields
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.conftest import Running
@@ -48,10 +54,13 @@ SECTIONS: dict[str, type[Body]] = {
     "POST /v1/completions": CompletionRequest,
     "POST /v1/responses": ResponsesRequest,
     "An item of the input": InputItem,
+    "context_management": ContextManagement,
+    "POST /v1/responses/compact": CompactRequest,
     "POST /v1/embeddings": EmbeddingRequest,
     "POST /v1/messages": MessagesRequest,
     "A message": Turn,
     "A block of a message": Block,
+    "An edit of context_management": CompactEdit,
     "POST /v1/messages/count_tokens": CountTokensRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /detokenize": DetokenizeRequest,

@@ -19,7 +19,7 @@ from penstock.server.protocol.common import Body
 from penstock.server.protocol.completions import CompletionRequest
 from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
-from penstock.server.protocol.responses import ResponsesRequest
+from penstock.server.protocol.responses import CompactRequest, ResponsesRequest
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.conftest import LENGTH, Running
 
@@ -40,6 +40,7 @@ METHODS = [
     pytest.param(OPENAI.chat.completions.create, ChatRequest, id="chat.completions"),
     pytest.param(OPENAI.completions.create, CompletionRequest, id="completions"),
     pytest.param(OPENAI.responses.create, ResponsesRequest, id="responses"),
+    pytest.param(OPENAI.responses.compact, CompactRequest, id="compact"),
     pytest.param(OPENAI.embeddings.create, EmbeddingRequest, id="embeddings"),
     pytest.param(ANTHROPIC.messages.create, MessagesRequest, id="messages"),
     pytest.param(ANTHROPIC.messages.count_tokens, CountTokensRequest, id="count_tokens"),
@@ -67,6 +68,12 @@ class Endpoint:
 CHAT = [{"role": "user", "content": "Tell me of a dog. Please!"}]
 LONG = [{"role": "user", "content": "A long walk by the sea. " * (LENGTH // 12)},
         {"role": "assistant", "content": "Yes."}] * 2 + CHAT  # fmt: skip
+TURNS = [{"role": role, "content": "A walk by the sea. " * (LENGTH // 80)}
+         for role in ("user", "assistant", "user", "assistant", "user")]  # fmt: skip
+SUMMED_UP = [{"type": "compaction", "compact_threshold": 128}]
+SUMMED_UP_TOO = {
+    "edits": [{"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 128}}]
+}
 TWO = {"allowed_token_ids": [300, 301]}
 FEW = {"allowed_token_ids": list(range(260, 340))}  # frequent ones, which come again
 SAMPLING: dict[str, Any] = {
@@ -168,6 +175,7 @@ ENDPOINTS = {
             "logprobs": True,
             "top_logprobs": (2, {"logprobs": True}),
             "truncation": ("auto", {"messages": LONG}),
+            "context_management": (SUMMED_UP, {"messages": TURNS}),
             "prediction": {"type": "content", "content": "Once"},
             "truncate_prompt_tokens": 3,
             "return_token_ids": True,
@@ -236,6 +244,7 @@ ENDPOINTS = {
             "top_logprobs": 2,
             "include": ["message.output_text.logprobs"],
             "truncation": ("auto", {"input": LONG}),
+            "context_management": (SUMMED_UP, {"input": TURNS}),
             "store": True,
             "chat_template_kwargs": {"more": "X"},
             "tools": FLAT,
@@ -243,6 +252,18 @@ ENDPOINTS = {
             "parallel_tool_calls": False,
         },
         SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt", "kv_transfer_params"},
+    ),
+    "compact": Endpoint(
+        "/v1/responses/compact",
+        CompactRequest,
+        {"input": TURNS},
+        {
+            "model": "another",
+            "input": TURNS[2:],
+            "instructions": "Be brief.",
+            "chat_template_kwargs": {"more": "X"},
+        },
+        ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt", "kv_transfer_params"},
     ),
     "embeddings": Endpoint(
         "/v1/embeddings",
@@ -280,6 +301,7 @@ ENDPOINTS = {
             "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
             "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
             "output_format": {"type": "json_object"},
+            "context_management": (SUMMED_UP_TOO, {"messages": TURNS}),
         },
         {"metadata"} | OF_THE_QUEUE | OF_THE_CACHE,
     ),
@@ -361,7 +383,7 @@ def _post(server: Running, path: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 def _settled(text: str) -> str:
     for pattern, put in (
-        (r'"penstock": ?\{[^}]*\}', '"penstock": 0'),
+        (r'"penstock": ?\{(?:[^{}]|\{[^{}]*\})*\}', '"penstock": 0'),
         (r'"created(_at)?": ?\d+', '"created": 0'),
         (r"-[0-9a-f]{32}-[0-9a-f]{8}", "-id"),
         (r"_[0-9a-f]{32}-[0-9a-f]{8}", "_id"),

@@ -144,6 +144,13 @@ def test_refusals(chats: Running) -> None:
             answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400 and why in answer.text
         assert answer.json()["error"]["param"] == "truncation.retention_ratio"
+    for wrong in ("on", 5, ["auto"], True):
+        with chats.client() as client:
+            body = {"messages": conversation(0), "truncation": wrong}
+            answer = client.post("/v1/chat/completions", json=body)
+        said = answer.json()["error"]
+        assert (answer.status_code, said["param"]) == (400, "truncation")
+        assert "send 'disabled', 'auto' or {\"type\": \"retention_ratio\"" in said["message"]
     with pytest.raises(ConfigError, match="has no effect where too long conversations are refused"):
         ServerConfig(truncation_retention=0.8)
     for share in (0.0, 1.2, -1.0):

@@ -19,8 +19,8 @@ from penstock.server.admission import Caller
 from penstock.server.choices import Reader
 from penstock.server.errors import as_api_error
 from penstock.server.keys import Key
+from penstock.server.merging import merged_of
 from penstock.server.routes import tokens
-from penstock.server.service import _merge
 from tests.server.conftest import Running
 from tests.server.test_leaving import ASK, STREAMS
 
@@ -71,7 +71,7 @@ def test_several_prompts_cost_no_task_per_output() -> None:
 
         asyncio.get_running_loop().set_task_factory(factory)
         runs = [_outputs([i] * 10) for i in range(20)]
-        found = [pair async for pair in _merge(runs)]
+        found = [pair async for pair in merged_of(runs)]
         return found, made
 
     found, made = asyncio.run(body())
@@ -83,7 +83,7 @@ def test_the_first_error_of_several_prompts_ends_them_all() -> None:
     async def body() -> None:
         endless = _outputs([0] * 10**6)
         with pytest.raises(ValueError, match="planted"):
-            async for _ in _merge([endless, _outputs([1, 1], fails=True)]):
+            async for _ in merged_of([endless, _outputs([1, 1], fails=True)]):
                 pass
         with pytest.raises(StopAsyncIteration):  # it was closed
             await anext(endless)

@@ -52,6 +52,7 @@ T = TypeVar("T")
 _OPTIONS = NAMES | {
     "served_model_names": "--served-model-name",
     "truncation_retention": "--truncation-retention",
+    "compaction_threshold": "--compaction-threshold",
     "max_stop_strings": "--max-stop-strings",
     "stall_timeout_s": "--stall-timeout",
     "starvation_s": "--starvation-time",
@@ -102,6 +103,14 @@ def serve(
             panel=_SERVER,
         ),
     ] = 1.0,
+    compaction_threshold: Annotated[
+        int | None,
+        option(
+            help="Conversations whose prompt has more tokens than this: the model is asked for a "
+            "summary of their older turns, which stands for them. Default: none are.",
+            panel=_SERVER,
+        ),
+    ] = None,
     tool_call_parser: Annotated[
         str,
         option(
@@ -252,6 +261,7 @@ def serve(
         max_stop_strings=max_stop_strings,
         truncation="auto" if truncation == "auto" else "disabled",
         truncation_retention=truncation_retention,
+        compaction_threshold=compaction_threshold,
         trust_request_chat_template=trust_request_chat_template,
         log_prompts=log_prompts,
         chat_template=None if chat_template is None else _read(chat_template),

@@ -31,7 +31,8 @@ _OF_ANSWERS = frozenset(
 """Fields that a prompt doesn't depend on."""
 _WISHES = {"priority": "priority", "ttft_slo_ms": "edf", "tpot_slo_ms": "edf"}
 """What keys wish for, by the policy that heeds it."""
-_WISHED = (*SAMPLED, "/v1/responses", "/v1/messages", "/v1/embeddings")
+_WISHED = (*SAMPLED, "/v1/responses", "/v1/responses/compact", "/v1/messages",
+           "/v1/embeddings")  # fmt: skip
 _FIRST = ("prompt_cache_key", "cache_salt", "tools", "system", "instructions")
 _PROMPTS = ("messages", "prompt", "input")
 CHUNK_BYTES = 128
@@ -133,14 +134,14 @@ class Ask:
     def may_be_handed_over(self) -> bool:
         """Whether one instance can compute its prompt for another.
 
-        Not where every place of the prompt is read, or where what is left out of it depends on
-        how long the answer may be.
+        Not where every place of the prompt is read, or where what is left out of it, or summed up,
+        depends on how long the answer may be.
         """
         data = self.data
         read = data.get("prompt_logprobs") is not None or (
             data.get("echo") and data.get("logprobs")
         )
-        cut = data.get("truncation") not in (None, "disabled")
+        cut = data.get("truncation") not in (None, "disabled") or data.get("context_management")
         return self.path in LIMITS and data.get("kv_transfer_params") is None and not (read or cut)
 
     def prefill(self) -> Ask:

@@ -30,6 +30,7 @@ HANDED_ON = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/responses/compact",
     "/v1/embeddings",
     "/v1/messages",
     "/v1/messages/count_tokens",

@@ -1,4 +1,4 @@
-"""Packages beside Penstock that bring families, operators or formats of tools along.
+"""Packages beside Penstock that bring families of models or operators along.
 
 A package names a function in the entry point group `penstock.plugins`; it is called once, before
 the first model is looked at. PENSTOCK_PLUGINS lists those that are wanted, names with commas

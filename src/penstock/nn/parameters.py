@@ -78,6 +78,10 @@ class Vector(Loadable):
     def expected(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.size,)}
 
+    @property
+    def nbytes(self) -> int:
+        return 4 * len(self.kept)
+
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         self.own(name, as_float32(plain(tensor)[self.kept.start : self.kept.stop]))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,17 +22,22 @@ from penstock.nn.decoder import MATRICES
 from penstock.nn.experts import ExpertBank
 from penstock.nn.linear import Embedding, Linear
 from penstock.nn.mla import HeadBanks
-from penstock.nn.parameters import Loadable
+from penstock.nn.parameters import Loadable, Vector
 from penstock.ops.linear import ROW_CODES
+from penstock.ops.ranks import HEADER
+from penstock.parallel import Ranks, Stage
 from penstock.quant import WeightFormat, formats_of
 from penstock.roofline.cost import matrices
 from penstock.runtime.device import Device, check_device
 from penstock.runtime.engine_folder import is_engine
 from penstock.runtime.forwards import workspace_bytes
-from penstock.runtime.loader import as_exported
+from penstock.runtime.loader import as_exported, check_divided
+from penstock.runtime.meetings import met_bytes
 from penstock.runtime.memory import SEES_ALL, Horizon, activation_bytes, horizon_of
+from penstock.runtime.parts import largest_part
 from penstock.runtime.program import Program
 from penstock.runtime.sizing import layout_of
+from penstock.runtime.team import PLACE_BYTES
 from penstock.runtime.vision import largest_picture, sight_bytes
 
 _TWO_BYTES = ("amx", "amx-emulated", "avx512-bf16")
@@ -51,6 +57,8 @@ class Footprint:
     workspace: int  # activations of the largest step, and what kernels take beside them
     horizon: Horizon  # what layers see, where blocks beyond that are let go
     step_tokens: int  # of the largest step
+    ranks: Ranks | None = None  # whose part it is, of a model that several processes have
+    meeting: int = 0  # where those of a stage meet; all of them map the same
 
     @property
     def workspace_tokens(self) -> int:
@@ -83,24 +91,35 @@ class Footprint:
 
     def total(self, sequences: int, tokens: int) -> int:
         """Of everything."""
-        return self.weights + self.workspace + self.cache_bytes(sequences, tokens)
+        return self.weights + self.workspace + self.cache_bytes(sequences, tokens) + self.meeting
 
     def of_more(self, max_num_seqs: int, step_tokens: int) -> Footprint:
         """The same of an engine for so many sequences, whose largest step has so many tokens."""
         limits = replace(self.config.scheduler, max_num_seqs=max_num_seqs)
         config = replace(self.config, scheduler=limits)
-        return _measured(self.described, self.model, config, self.device, step_tokens)
+        return _measured(self.described, self.model, config, self.device, step_tokens, self.ranks)
 
 
 def footprint(config: EngineConfig, device: Device, step_tokens: int | None = None) -> Footprint:
-    """Of what `load_runtime` would load; a folder without weights stands for random ones.
+    """Of a model that one process has: see `footprints`."""
+    (found,) = footprints(config, device, step_tokens)
+    return found
+
+
+def footprints(
+    config: EngineConfig, device: Device, step_tokens: int | None = None
+) -> tuple[Footprint, ...]:
+    """Of what `load_runtime` would load, for each process that has a part of it, stage by stage; a
+    folder without weights stands for random ones.
 
     Headers are checked as a load would check them. device: where it is to run, which needn't be in
     this machine. step_tokens: of the largest step that will come, where it is smaller than the
     configuration's. Drafts, adapters and the process itself come on top.
-    Raises ConfigError for an engine folder, which says its own bytes.
+    Raises ConfigError for an engine folder, which says its own bytes, and PenstockError for what
+    can't be divided.
     """
     check_device(config, device)
+    check_divided(config, device)
     folder = resolve(config.model.model, config.model.revision)
     if is_engine(folder):
         raise ConfigError(
@@ -112,7 +131,47 @@ def footprint(config: EngineConfig, device: Device, step_tokens: int | None = No
     found = _described(folder, config, device)
     if found.source is not None:
         check_complete(found.spec, found.source, found.formats, found.dtype)
-    return _measured(found, found.loaded(found.decoder()), config, device, step_tokens)
+    return tuple(
+        _measured(found, found.loaded(found.decoder(ranks)), config, device, step_tokens, ranks)
+        for ranks in _ranks_of(config)
+    )
+
+
+def total_of(parts: Sequence[Footprint], sequences: int, tokens: int) -> int:
+    """Of the processes of one machine: where those of a stage meet is there once."""
+    each = sum(part.total(sequences, tokens) - part.meeting for part in parts)
+    return each + meetings_of(parts)
+
+
+def meetings_of(parts: Sequence[Footprint]) -> int:
+    """Where ranks meet, in all stages."""
+    return sum(part.meeting for part in parts if part.ranks is not None and part.ranks.rank == 0)
+
+
+def _ranks_of(config: EngineConfig) -> list[Ranks | None]:
+    """Those that have a part of the model each, as `Team` places them; None: there is one."""
+    asked = config.parallel
+    if asked.size == 1:
+        return [None]
+    width, stages = asked.tensor_parallel_size, asked.pipeline_parallel_size
+    meeting = torch.empty(HEADER + 2 * PLACE_BYTES, dtype=torch.uint8)  # never touched
+    return [
+        Ranks(
+            rank,
+            width,
+            meeting,
+            asked.enable_expert_parallel,
+            _stage(number, stages),
+        )
+        for number, rank in product(range(stages), range(width))
+    ]
+
+
+def _stage(number: int, count: int) -> Stage | None:
+    """One that hands on to a socket of any number: nothing will."""
+    if count == 1:
+        return None
+    return Stage(number, count, -1 if number == 0 else 0, -1 if number == count - 1 else 0)
 
 
 def _measured(
@@ -121,11 +180,13 @@ def _measured(
     config: EngineConfig,
     device: Device,
     step_tokens: int | None,
+    ranks: Ranks | None,
 ) -> Footprint:
-    layout = layout_of(config, model, device)
+    layout = layout_of(config, model, device, model.model.cached_layers)
     horizon = horizon_of(found.spec.decoder, found.max_model_len)
     most = config.scheduler.max_num_batched_tokens
     tokens = most if step_tokens is None else min(step_tokens, most)
+    workspace, meeting = _workspace(found, config, device, tokens, ranks)
     tables = sum(table.nbytes for table in model.model.buffers())
     return Footprint(
         described=found,
@@ -134,9 +195,11 @@ def _measured(
         device=device,
         layout=layout,
         weights=weight_bytes(model.model) + tables,
-        workspace=_workspace(found, config, device, tokens),
+        workspace=workspace,
         horizon=SEES_ALL if layout.recent_window else horizon,
         step_tokens=tokens,
+        ranks=ranks,
+        meeting=meeting,
     )
 
 
@@ -159,27 +222,38 @@ def _described(folder: Path, config: EngineConfig, device: Device) -> Descriptio
     )
 
 
-def _workspace(found: Description, config: EngineConfig, device: Device, tokens: int) -> int:
-    """What the largest step takes: a stand-in's program says it, or what a GPU sets aside."""
+def _workspace(
+    found: Description, config: EngineConfig, device: Device, tokens: int, ranks: Ranks | None
+) -> tuple[int, int]:
+    """What the largest step takes, and where ranks meet in it: a stand-in's program says it, or
+    what a GPU sets aside.
+    """
     spec, limits = found.spec.decoder, config.scheduler
     chosen = config.model.mm_processor_kwargs
     picture = largest_picture(found.folder, found.spec, chosen, found.max_model_len)
     seen = sight_bytes(spec, found.dtype.itemsize, tokens, picture)
     if device.by_triton or native.handle is None:
         beside = workspace_bytes(device, config.model)
-        return beside + seen + activation_bytes(spec, found.dtype.itemsize, limits)
-    model = _stand_in(spec, found.dtype)
+        return beside + seen + activation_bytes(spec, found.dtype.itemsize, limits), 0
+    model = _stand_in(spec, found.dtype, ranks)
     kv = device.layout(
-        model.spec.layers, found.dtype, config.cache.block_tokens(found.max_model_len)
+        model.cached_layers, found.dtype, config.cache.block_tokens(found.max_model_len)
     ).allocate(1)
-    reserved = Program(model, kv).reserve(tokens, limits.max_num_seqs)
-    return reserved + seen + _scratch(found, tokens)
+    program, rows = Program(model, kv), limits.max_num_seqs
+    if ranks is not None and ranks.stage is not None:
+        tokens = largest_part(tokens, ranks.stage.count)
+    touched = program.touched(tokens, rows)
+    met = 0
+    if model.ranks is not None:
+        met = met_bytes(program, tokens, rows, found.dtype.itemsize, PLACE_BYTES)
+    return touched + seen + _scratch(found, tokens), met
 
 
-def _stand_in(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
+def _stand_in(spec: DecoderSpec, dtype: torch.dtype, ranks: Ranks | None) -> Decoder:
     """A decoder with no values: memory that is never touched, and the same for matrices alike."""
-    few = tuple(map(_with_few_experts, spec.layers))
-    model = Decoder(replace(spec, layers=few), formats_of(None, dtype), dtype, 1)
+    size = 1 if ranks is None else ranks.size
+    few = tuple(_with_few_experts(layer, size) for layer in spec.layers)
+    model = Decoder(replace(spec, layers=few), formats_of(None, dtype), dtype, 1, ranks)
     known: dict[tuple[int, ...], torch.Tensor] = {}
     for module in model.modules():
         if isinstance(module, Linear | ExpertBank):
@@ -195,19 +269,23 @@ def _stand_in(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
         elif isinstance(module, HeadBanks):
             for name, (n, k) in module.shapes().items():
                 packed: torch.Tensor = ops.op("pack").fake(torch.empty((n, k)), dtype, False)
-                module.own(name, packed.new_empty((module.heads, *packed.shape)))
+                module.own(name, packed.new_empty((len(module.kept), *packed.shape)))
+        elif isinstance(module, Embedding):
+            columns = len(module.columns)
+            module.own("weight", torch.empty((module.vocab_size, columns), dtype=dtype))
+        elif isinstance(module, Vector):
+            module.own("weight", torch.empty(len(module.kept)))
         elif isinstance(module, Loadable) and module.keeper is module:
-            kept = dtype if isinstance(module, Embedding) else torch.float32
             for name, shape in module.expected().items():
-                module.own(name, torch.empty(shape, dtype=kept))
+                module.own(name, torch.empty(shape))
     return model
 
 
-def _with_few_experts(layer: LayerSpec) -> LayerSpec:
+def _with_few_experts(layer: LayerSpec, ranks: int) -> LayerSpec:
     experts = layer.mlp.experts
     if experts is None:
         return layer
-    few = replace(experts, count=experts.per_token, groups=1, top_groups=1)
+    few = replace(experts, count=max(experts.per_token, ranks), groups=1, top_groups=1)
     return replace(layer, mlp=replace(layer.mlp, experts=few))
 
 

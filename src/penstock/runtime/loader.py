@@ -186,13 +186,16 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
 
 def _team(folder: Path, config: EngineConfig, device: Device) -> Team | None:
     """The other ranks, which load their parts meanwhile."""
-    if config.parallel.size == 1:
-        return None
-    if device.by_triton:
+    check_divided(config, device)
+    return None if config.parallel.size == 1 else Team(config, folder)
+
+
+def check_divided(config: EngineConfig, device: Device) -> None:
+    """Raises ConfigError for ranks where there are none."""
+    if config.parallel.size > 1 and device.by_triton:
         raise ConfigError(
             f"{config.parallel.described} is built for CPUs: set device='cpu', or leave it out."
         )
-    return Team(config, folder)
 
 
 def _load(

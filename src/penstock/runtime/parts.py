@@ -28,6 +28,14 @@ def parts_of(step: Step, stages: int) -> list[Step]:
     return [part(step, i * total // count, (i + 1) * total // count) for i in range(count)]
 
 
+def largest_part(tokens: int, stages: int) -> int:
+    """The most tokens of a part, of steps of up to so many."""
+    whole = min(tokens, 2 * PART_TOKENS - 1)
+    most = PARTS * stages * PART_TOKENS  # from where on parts grow
+    inside = -(-min(tokens, most) // max(min(tokens, most) // PART_TOKENS, 1))
+    return max(whole, inside, -(-tokens // (PARTS * stages)))
+
+
 def part(step: Step, first: int, end: int) -> Step:
     """The tokens from `first` to `end` of a step."""
     starts = step.query_start.clamp(first, end)

@@ -143,7 +143,7 @@ class Program:
                 if operator.op == "embedding":
                     native.append(("tokens", "positions").index(argument.name))
             else:
-                native.append(self._fixed(argument))
+                native.append(self.fixed(argument))
         if operator.op == "foreign_rows":  # by name in the plan, by address in a process
             native[1] = _address(str(native[1]))
         emit = getattr(_native, f"program_{operator.op}", None)
@@ -151,7 +151,7 @@ class Program:
             raise not_built(operator.op)
         return emit(self._handle, *native)
 
-    def _fixed(self, argument: Any) -> Any:
+    def fixed(self, argument: Any) -> Any:
         """The tensor that a weight or a cache stands for; a literal itself."""
         if isinstance(argument, Weight):
             if argument.name not in self._tensors:
@@ -178,7 +178,7 @@ class Program:
         described: list[str] = []
         for argument in operator.arguments.values():
             if isinstance(argument, Weight | Cache):
-                tensor = self._fixed(argument)
+                tensor = self.fixed(argument)
                 constants.append(tensor)
                 described.append(str(list(tensor.shape)))
             elif isinstance(argument, Value):
@@ -195,6 +195,11 @@ class Program:
         """
         self._room(min(rows, KEPT_ROWS))
         return int(_native.program_reserve(self._handle, tokens)) + self._logits.nbytes
+
+    def touched(self, tokens: int, rows: int) -> int:
+        """Of what `reserve` takes, the bytes that such steps write to, the logits' included."""
+        logits = min(rows, KEPT_ROWS) * self._logits.shape[1] * self._logits.itemsize
+        return int(_native.program_touched(self._handle, tokens, rows)) + logits
 
     @property
     def workspace_bytes(self) -> int:
@@ -223,7 +228,7 @@ class Program:
         for name in ("weight", "scale", "zero"):
             argument = operator.arguments[name]
             if argument is not None:
-                tensor = self._fixed(argument)
+                tensor = self.fixed(argument)
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 said.append(f"{'' if name == 'weight' else name + ' '}{dtype}{list(tensor.shape)}")
         rows = ROW_CODES[int(operator.arguments["row_codes"])]  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RankError
 from penstock.models.hub import resolve
 from penstock.ops.ranks import HEADER
 from penstock.ops.stages import bytes_of
@@ -46,6 +47,20 @@ def run() -> None:
     threading.Thread(target=_watch, args=(link.fileno(), parent), daemon=True).start()
     with _telling(link, meeting):
         _serve(link, link.recv(), meeting, before, after)
+
+
+def empty_bytes() -> int:
+    """What such a process has before it has a part of a model, files left out. Raises RankError."""
+    code = (
+        "import penstock.runtime.rank; from penstock.hardware import resident_bytes, "
+        "resident_file_bytes; print(resident_bytes() - resident_file_bytes())"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    try:
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RankError(f"A process like a rank's can't be started: {error}") from error
+    return int(told)
 
 
 def run_away() -> None:

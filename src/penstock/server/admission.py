@@ -68,6 +68,7 @@ class Ticket:
         self._samples = samples
         self._inflight = inflight
         self._timeout_s = timeout_s
+        self._beside = 0  # prompts
         inflight.update(dict.fromkeys(self.names, caller))
 
     @property
@@ -84,9 +85,23 @@ class Ticket:
         )
 
     def settle(self, name: str, tokens: int = 0) -> None:
-        """The prompt called `name` has ended, having used so many tokens; once."""
+        """The prompt called `name` has ended, having used so many tokens; once.
+
+        One beside the request's own (`beside`) holds no place, so only its tokens count.
+        """
         if self._inflight.pop(name, None) is not None:
             self._account.settle(tokens, self._samples)
+        elif not self.owns(name):
+            self._account.settle(tokens, 0)
+
+    def beside(self) -> str:
+        """A name for a prompt beside the request's own."""
+        self._beside += 1
+        return f"{self.caller.request_id}-summary-{self._beside}"
+
+    def owns(self, name: str) -> bool:
+        """Whether a prompt is one of the request's own."""
+        return name in self.names
 
     def close(self) -> None:
         """The request has been answered, whatever became of it."""

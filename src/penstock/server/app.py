@@ -16,6 +16,7 @@ from penstock.server.middleware import OPEN_PATHS, Front
 from penstock.server.routes import (
     adapters,
     chat,
+    compaction,
     completions,
     embeddings,
     messages,
@@ -76,7 +77,8 @@ def create_app(config: ServerConfig | None = None, service: Service | None = Non
     app.state.service = service
     install_handlers(app)
     app.state.routes = list(app.routes)  # those below aren't among the application's own
-    modules = (chat, completions, responses, embeddings, messages, tokens, adapters, status)
+    answering = (chat, completions, responses, compaction, embeddings, messages)
+    modules = (*answering, tokens, adapters, status)
     for module in (*modules, page) if config.page else modules:
         app.include_router(module.router)
         app.state.routes += module.router.routes

@@ -14,6 +14,8 @@ from penstock.server.keys import Key, Limits
 from penstock.server.tools.families import REASONING_PARSERS, TOOL_PARSERS
 
 EVERYBODY = "everybody"
+LEAST_THRESHOLD = 128
+"""Tokens of a conversation that is compacted; an eighth of them is what a summary may have."""
 MAX_UDS_BYTES = 107
 """Of a Unix socket's path (`sockaddr_un` in unix(7), less its end)."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -45,6 +47,7 @@ class ServerConfig:
     max_stop_strings: int = 64
     truncation: Literal["disabled", "auto"] = "disabled"  # of conversations that are too long
     truncation_retention: float = 1.0  # of what fits, the share that is left then
+    compaction_threshold: int | None = None  # tokens; beyond, old turns become a summary
     trust_request_chat_template: bool = False
     log_requests: bool = True  # one line each, without its text
     log_prompts: bool = False
@@ -83,6 +86,11 @@ class ServerConfig:
             raise ConfigError(
                 f"truncation_retention={self.truncation_retention} has no effect where too long "
                 "conversations are refused: set truncation='auto'."
+            )
+        if self.compaction_threshold is not None and self.compaction_threshold < LEAST_THRESHOLD:
+            raise ConfigError(
+                f"compaction_threshold is {self.compaction_threshold}; it must be at least "
+                f"{LEAST_THRESHOLD} tokens, of which a summary may have an eighth."
             )
         self._check_template()
         self._check_parsers()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.engine import Pin
 from penstock.engine.intake import CHARACTERS_PER_TOKEN
-from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
+from penstock.errors import ChatTemplateError, InvalidPromptError
 from penstock.models.vision.opening import open_pictures_of
 from penstock.models.vision.pictures import Picture, Pictures
+from penstock.server.compaction import Spent
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
-from penstock.server.retention import first_kept
+from penstock.server.retention import Retention, starts_of
 from penstock.server.tools.telling import Telling, without_calls
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.tool_calls import ToolCallForm
@@ -26,9 +25,6 @@ logger = logging.getLogger("penstock.server")
 
 # What is read of texts that may be longer than the model takes; a million characters take a second.
 _MOST_CHARACTERS = 1 << 20
-_REASONED = re.compile(r"<think>.*?</think>", re.DOTALL)
-_PER_TOKEN = 16  # characters that one token has at most, about
-_ROOMS = 32  # contexts' lengths of a conversation that are played through, at most
 _MOST_MARKS = 4  # of cache_control, as in Anthropic's API
 # What a template is given beside a request's own variables.
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -48,6 +44,7 @@ class PromptText:
     dropped: int = 0  # messages that were left out to make it fit
     pins: tuple[Pin, ...] = ()  # of its start, to be kept in the cache
     pictures: tuple[Picture, ...] = ()  # that it has
+    spent: Spent | None = None  # on summaries in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +115,11 @@ class Prompts:
                 logger.warning("This model can't be sent %s. %s", what, error)
 
     @property
+    def max_len(self) -> int:
+        """Tokens that the model takes."""
+        return self._max_len
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Raises ApiError where there is none."""
         if self._tokenizer is None:
@@ -172,14 +174,14 @@ class Prompts:
                 code="context_length_exceeded",
             )
         if keep is None:
-            self._check_tools(rendering.telling)
-        plain = self._plain(messages, rendering, source)
+            self.check_tools(rendering.telling)
+        plain = self.plain(messages, rendering, source)
         share = retention if truncation == "auto" else None
         text, ids, left_out = self._shortened(plain, rendering, source, share, reserve)
         if keep is None:
             self._check_room(ids, rendering.telling, source)
         shown = [m for i, m in enumerate(plain) if i not in left_out]
-        seen: tuple[Picture, ...] = _pictures_of(shown)
+        seen: tuple[Picture, ...] = pictures_of(shown)
         if seen:
             source = replace(source, advice=", or send fewer or smaller pictures")
         made = self._fitting(ids, text, keep, source)
@@ -222,72 +224,31 @@ class Prompts:
 
         retention: None where nothing is left out.
         """
-        starts = _starts(plain) if retention is not None else []
+        starts = starts_of(plain) if retention is not None else []
         head = plain[: starts[0]] if starts else []  # the system's
         # Each message is a token at least: those before the last max_len can't fit.
         low = next((i for i, x in enumerate(starts) if len(plain) - x <= self._max_len), 0)
         if retention is not None and retention < 1:
-            whole = self._if_it_fits(plain, rendering, source, reserve)
+            playing = Retention(
+                lambda text: self.tokenizer.encode(text, add_special_tokens=False),
+                lambda messages: self.render(messages, rendering, source),
+                self._max_len,
+                reserve,
+            )
+            whole = playing.whole(plain)
             if whole is not None:
                 return *whole, range(0)
-            low = max(low, self._first_kept(plain, starts, rendering, source, reserve, retention))
+            low = max(low, playing.first_kept(plain, starts, retention))
         high = max(low, len(starts) - 1)
         while True:  # low: the first that isn't known to be too long; high: tried when none fits
             middle = low if low == high else (low + high) // 2
             start = starts[middle] if starts else 0
             kept = head + plain[start:] if starts else plain
-            text, ids = self._render(kept, rendering, source)
+            text, ids = self.render(kept, rendering, source)
             fits = len(ids) + reserve <= self._max_len
             if low == high:
                 return text, ids, range(len(head), start)
             low, high = (low, middle) if fits else (middle + 1, high)
-
-    def _if_it_fits(
-        self, plain: list[dict[str, Any]], rendering: Rendering, source: Source, reserve: int
-    ) -> tuple[str, list[int]] | None:
-        """A whole conversation's text and tokens, unless it is plainly or in fact too long."""
-        if sum(map(len, map(_text_of, plain))) > _PER_TOKEN * self._max_len:
-            return None
-        text, ids = self._render(plain, rendering, source)
-        return (text, ids) if len(ids) + reserve <= self._max_len else None
-
-    def _first_kept(
-        self,
-        plain: list[dict[str, Any]],
-        starts: list[int],
-        rendering: Rendering,
-        source: Source,
-        reserve: int,
-        retention: float,
-    ) -> int:
-        """`first_kept` by messages' own tokens, and what the template writes around each."""
-
-        def tokens(messages: list[dict[str, Any]]) -> int:
-            return len(self._render(messages, rendering, source)[1])
-
-        def size(message: dict[str, Any]) -> int:
-            text = _text_of(message)
-            if len(text) > _PER_TOKEN * self._max_len:
-                return len(text) // 4  # too long, whatever it is
-            return around + len(self.tokenizer.encode(text, add_special_tokens=False))
-
-        head, one, two = plain[: starts[0]], _said("user"), [_said("assistant"), _said("user")]
-        own = len(self.tokenizer.encode(one["content"], add_special_tokens=False))
-        least = tokens([*head, one])
-        around = max((tokens([*head, one, *two]) - least) // 2 - own, 0)  # of each message
-        sizes, total = [0] * len(plain), 0
-        for at in range(len(plain) - 1, starts[0] - 1, -1):  # of far longer ones, their ends
-            if total > _ROOMS * self._max_len:
-                break
-            sizes[at] = size(plain[at])
-            total += sizes[at]
-        # so that it hardly matters what requests want to be said
-        eighth = max(self._max_len // 8, 1)
-        room = self._max_len - min(-(-reserve // eighth) * eighth, self._max_len - 1)
-        ends = [i + 1 for i, m in enumerate(plain) if m["role"] != "assistant" and i >= starts[0]]
-        if not ends or ends[-1] != len(plain):
-            ends.append(len(plain))
-        return first_kept(sizes, starts, ends, least - own - around, room, retention)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """A text's tokens, whether or not the model can take as many."""
@@ -296,10 +257,10 @@ class Prompts:
 
     def rendered(self, messages: Sequence[Message], rendering: Rendering) -> list[int]:
         """A conversation's tokens, whether or not the model can take as many."""
-        plain = self._plain(messages, rendering, CONVERSATION)
-        return self._render(plain, rendering, CONVERSATION)[1]
+        plain = self.plain(messages, rendering, CONVERSATION)
+        return self.render(plain, rendering, CONVERSATION)[1]
 
-    def _plain(
+    def plain(
         self, messages: Sequence[Message], how: Rendering, source: Source
     ) -> list[dict[str, Any]]:
         """The messages as the template reads them."""
@@ -329,7 +290,7 @@ class Prompts:
 
     def _seen(self, plain: list[dict[str, Any]], source: Source) -> list[dict[str, Any]]:
         """Messages whose pictures are cut as the model takes them. Raises ApiError."""
-        given = _pictures_of(plain)
+        given = pictures_of(plain)
         if not given:
             return plain
         if self._pictures is None:
@@ -378,9 +339,10 @@ class Prompts:
                 param="documents",
             )
 
-    def _render(
+    def render(
         self, plain: list[dict[str, Any]], how: Rendering, source: Source
     ) -> tuple[str, list[int]]:
+        """The text and tokens of messages as `plain` has them. Raises ApiError."""
         tokenizer = self.tokenizer
         try:
             text = tokenizer.apply_chat_template(
@@ -394,7 +356,7 @@ class Prompts:
             )
         except ChatTemplateError as error:
             raise _template_error(error, source) from error
-        pictures = _pictures_of(plain)
+        pictures = pictures_of(plain)
         if pictures and self._pictures is not None:
             try:
                 text = self._pictures.expand(text, pictures)
@@ -452,7 +414,7 @@ class Prompts:
                 code="context_length_exceeded",
             )
 
-    def _check_tools(self, telling: Telling) -> None:
+    def check_tools(self, telling: Telling) -> None:
         """Refuse tools that can't fit before they are written into a prompt."""
         most = self._max_len * CHARACTERS_PER_TOKEN
         if telling.size > most:
@@ -521,22 +483,7 @@ def _as_cut(part: dict[str, Any], left: Iterator[Picture]) -> dict[str, Any]:
     return {**part, "picture": next(left)} if part["type"] == "image" else part
 
 
-def _said(role: str) -> dict[str, Any]:
-    """A message of next to nothing."""
-    return {"role": role, "content": "a"}
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    """What of a message is text, about."""
-    content, calls = message["content"], message.get("tool_calls")
-    if isinstance(content, list):
-        content = "".join(part.get("text") or "" for part in content)
-    if message["role"] == "assistant":  # which templates leave out of earlier answers
-        content = _REASONED.sub("", content or "")
-    return f"{content or ''}{json.dumps(calls) if calls else ''}"
-
-
-def _pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+def pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Those of messages, in their order."""
     contents = (m["content"] for m in plain)
     parts = (part for content in contents if isinstance(content, list) for part in content)
@@ -545,24 +492,3 @@ def _pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
 
 def _template_error(error: ChatTemplateError, source: Source) -> ApiError:
     return ApiError(400, str(error), param=source.field, code="chat_template_error")
-
-
-def _starts(plain: list[dict[str, Any]]) -> list[int]:
-    """Where a conversation may begin after the system's messages: there, or at a user's turn."""
-    head = 0
-    while head < len(plain) and plain[head]["role"] == "system":
-        head += 1
-    return [head, *(i for i in range(head + 1, len(plain)) if plain[i]["role"] == "user")]
-
-
-def token_strings(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The pieces as the vocabulary writes them. Raises TokenizerError for an unknown id."""
-    pieces = []
-    for token in ids:
-        piece = tokenizer.id_to_token(token)
-        if piece is None:
-            raise TokenizerError(
-                f"Token id {token} isn't in the vocabulary of {tokenizer.vocab_size}."
-            )
-        pieces.append(piece)
-    return pieces

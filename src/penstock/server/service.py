@@ -20,16 +20,18 @@ from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutput
 from penstock.server.admission import Caller, Lanes, Ticket
 from penstock.server.answers import accounted, broken_by
 from penstock.server.called import Called
+from penstock.server.compaction import Remembered
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts, PromptText
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.keys import Key
 from penstock.server.limits import Gate
 from penstock.server.logs import shortened
+from penstock.server.merging import merged_of
 from penstock.server.metrics import Metrics
 from penstock.server.protocol.common import EngineFields
 from penstock.server.protocol.structure import structure_error
-from penstock.server.sse import Receive
+from penstock.server.sse import Receive, unless_gone
 from penstock.server.tools.plan import Tooling
 from penstock.server.tracing import NoTracer, Tracer
 from penstock.server.wishes import check_transfer, wishes_of
@@ -100,6 +102,7 @@ class Service:
         self.tracer: Tracer = tracer or NoTracer()
         self.recent = Recent()
         self.called = Called(self.metrics)
+        self.remembered = Remembered()
         self.state: State = "loading"
         self.started = time.time()
         self.inflight: dict[str, Caller] = {}  # prompts, from their arrival on
@@ -281,9 +284,26 @@ class Service:
                 async for output in outputs:
                     yield 0, output
             return
-        async with aclosing(_merge(runs)) as merged:
+        async with aclosing(merged_of(runs)) as merged:
             async for numbered in merged:
                 yield numbered
+
+    async def beside(self, ticket: Ticket, work: Work) -> RequestOutput:
+        """What becomes of a prompt beside the request's own, for the same caller and in its time.
+
+        Raises ApiError, 499 when the client has gone.
+        """
+        run = self._one(self.llm, ticket, ticket.beside(), work)
+
+        async def whole() -> RequestOutput:
+            last: RequestOutput | None = None
+            async with aclosing(run) as outputs:
+                async for output in outputs:
+                    last = output
+            assert last is not None  # an engine that ends without an output raises
+            return last
+
+        return await unless_gone(ticket.receive, whole())
 
     async def embed(
         self,
@@ -394,7 +414,8 @@ class Service:
         if self.config.log_requests:
             fields = self._fields(ticket, name, work, end)
             logger.info("request", extra={"fields": fields})
-            accounted()
+            if ticket.owns(name):
+                accounted()
 
     def _fields(self, ticket: Ticket, name: str, work: Work, end: _End) -> dict[str, Any]:
         last, failure, caller = end.last, end.failure, ticket.caller
@@ -438,44 +459,11 @@ class Service:
         self.tracer.close()
 
 
-async def _merge(
-    runs: Sequence[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of several, as they come; the first error ends them all."""
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]]
-    queue = asyncio.Queue(2 * len(runs))
-
-    async def pump(number: int, run: AsyncGenerator[RequestOutput, None]) -> None:
-        end: Exception | None = None
-        try:
-            async with aclosing(run) as outputs:
-                async for output in outputs:
-                    await queue.put((number, output))
-        except Exception as error:
-            end = error
-        await queue.put((number, end))
-
-    tasks = [asyncio.create_task(pump(i, run)) for i, run in enumerate(runs)]
-    left = len(tasks)
-    try:
-        while left:
-            number, output = await queue.get()
-            if output is None:
-                left -= 1
-            elif isinstance(output, Exception):
-                raise output
-            else:
-                yield number, output
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def priced(output: RequestOutput) -> dict[str, Any]:
-    """What Penstock adds beside the usage: how long it took, how near the floor, and what
-    became of drafts."""
+def priced(output: RequestOutput, prompt: PromptText | None = None) -> dict[str, Any]:
+    """What Penstock adds beside the usage: how long it took, how near the floor, what became of
+    drafts, and what of the usage was for summaries in the prompt."""
     metrics = output.metrics
+    spent = None if prompt is None else prompt.spent
     times = metrics.token_times
     taken = times[-1] - times[0] if times else 0.0  # none where all tokens were forced
     rate = (len(times) - 1) / taken if taken > 0 else None
@@ -488,6 +476,7 @@ def priced(output: RequestOutput) -> dict[str, Any]:
         "bound": metrics.bound,
         "draft_tokens": metrics.drafts.draft_tokens,
         "accepted_tokens": metrics.drafts.accepted_tokens,
+        **({} if spent is None else {"compaction": spent.as_dict()}),
     }
 
 

@@ -21,6 +21,7 @@ _NANO = 1e9
 _OPERATIONS = {  # OpenTelemetry's words for what an endpoint does
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/v1/responses/compact": "chat",
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",

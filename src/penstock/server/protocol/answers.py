@@ -9,6 +9,16 @@ from penstock.server.protocol.common import Body
 FinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 
 
+class Summarised(Body):
+    """Of how many messages a summary is, and what of the usage was for writing it."""
+
+    messages: int
+    passes: int  # 0: it was remembered
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
 class Measured(Body):
     """What Penstock adds: how long it took, and how near the hardware's floor."""
 
@@ -20,6 +30,7 @@ class Measured(Body):
     bound: str | None
     draft_tokens: int  # guessed ahead and verified
     accepted_tokens: int  # … and right
+    compaction: Summarised | None = None
 
 
 class PromptTokensDetails(Body):
@@ -210,6 +221,31 @@ class OutputCall(Body):
     arguments: str
 
 
+class OutputCompaction(Body):
+    """What stands for a conversation's older turns, to be sent back as it is."""
+
+    type: Literal["compaction"]
+    id: str
+    encrypted_content: str
+
+
+class InputText(Body):
+    """What a user said."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class KeptMessage(Body):
+    """A user's message that a compaction has kept."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["completed"]
+    role: Literal["user"]
+    content: list[InputText]
+
+
 class InputTokensDetails(Body):
     """Of the input's tokens."""
 
@@ -230,6 +266,23 @@ class ResponseUsage(Body):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+
+
+class OfCompaction(Body):
+    """What Penstock adds to a compaction."""
+
+    compaction: Summarised
+
+
+class CompactedResponse(Body):
+    """The answer of `/v1/responses/compact`."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[KeptMessage | OutputCompaction]
+    usage: ResponseUsage
+    penstock: OfCompaction
 
 
 class IncompleteDetails(Body):
@@ -258,7 +311,7 @@ class Response(Body):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputReasoning | OutputMessage | OutputCall]
+    output: list[OutputReasoning | OutputMessage | OutputCall | OutputCompaction]
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: dict[str, None]
@@ -323,13 +376,31 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-class MessageUsage(Body):
-    """Tokens of a message: computed, kept, found in the cache, generated."""
+class CompactionBlock(Body):
+    """A summary of older turns, to be sent back as it is."""
 
+    type: Literal["compaction"]
+    content: str
+    encrypted_content: str
+
+
+class _Tokens(Body):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+
+
+class IterationUsage(_Tokens):
+    """What of the tokens a summary has taken, and what the message."""
+
+    type: Literal["compaction", "message"]
+
+
+class MessageUsage(_Tokens):
+    """Tokens of a message: computed, kept, found in the cache, generated."""
+
+    iterations: list[IterationUsage] | None = None  # where a summary was written
 
 
 class MessageAnswer(Body):
@@ -339,8 +410,8 @@ class MessageAnswer(Body):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[ThinkingBlock | TextBlock | ToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    content: list[CompactionBlock | ThinkingBlock | TextBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "compaction"]
     stop_sequence: str | None
     usage: MessageUsage
-    penstock: Measured
+    penstock: Measured | OfCompaction

@@ -22,6 +22,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "tool_result": ("tool_use_id",),
     "thinking": ("thinking",),
     "redacted_thinking": (),
+    "compaction": (),
 }
 """Kinds of blocks, and what each must have."""
 
@@ -40,9 +41,11 @@ class Block(TextPart):
     signature: str | None = None  # of reasoning; nothing is checked here
     data: str | None = None  # of reasoning that nobody can read
     source: ImageSource | None = None  # of a picture
+    encrypted_content: str | None = None  # of a compaction, whose summary is its `content`
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TextPart.unsupported,
         "caller": ({"type": "direct"},),
+        "tool_changes": (),
         "toolset_name": (),
     }
 
@@ -52,7 +55,7 @@ class Block(TextPart):
         """Before its fields, which are another kind's."""
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in _FIELDS:
-            why = "Text, pictures, calls, their results and reasoning are read."
+            why = "Text, pictures, calls, their results, reasoning and compactions are read."
             raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
         return data
 
@@ -64,6 +67,13 @@ class Block(TextPart):
         for kind, name in (("image", "source"), ("text", "text")):
             if self.type != kind and getattr(self, name) is not None:
                 raise ValueError(f"a part of type {self.type!r} has no {name}, but one is given")
+        if self.type == "compaction":
+            if self.content is not None and not (isinstance(self.content, str) and self.content):
+                raise ValueError("the content of a compaction is a summary, or null")
+            if self.cache_control is not None:
+                raise ValueError("cache_control can't stand on a compaction; mark a block after it")
+        elif self.encrypted_content is not None:
+            raise ValueError(f"a part of type {self.type!r} has no encrypted_content")
         if self.cache_control is not None and self.type.endswith("thinking"):
             raise ValueError("cache_control can't stand on reasoning; mark the block after it")
         return self
@@ -97,7 +107,7 @@ def _last_mark(content: str | Sequence[TextPart] | None) -> CacheControl | None:
 
 def messages_of(role: Any, blocks: Sequence[Block]) -> list[Message]:
     """A turn as a chat's messages: results of calls first, then the rest. Raises ApiError."""
-    foreign = {"user": ("tool_use", "thinking", "redacted_thinking")}.get(
+    foreign = {"user": ("tool_use", "thinking", "redacted_thinking", "compaction")}.get(
         role, ("tool_result", "image")
     )
     wrong = next((block.type for block in blocks if block.type in foreign), None)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.server.body import read_json
 from penstock.server.errors import ApiError
@@ -15,6 +15,7 @@ from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
     CacheControl,
+    ContextManagements,
     EngineFields,
     Some,
     StreamOptions,
@@ -208,6 +209,15 @@ class RetentionRatio(Body):
     retention_ratio: Annotated[float, Field(gt=0, le=1)]
 
 
+def _truncation(data: Any) -> Any:
+    if data is None or data in ("disabled", "auto") or isinstance(data, dict):
+        return data
+    raise ValueError(
+        f"{data!r:.60} isn't a way to shorten conversations; send 'disabled', 'auto' or "
+        '{"type": "retention_ratio", "retention_ratio": a share above 0, 1 at most}'
+    )
+
+
 class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, ToolFields):
     """`POST /v1/chat/completions`."""
 
@@ -219,7 +229,10 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncation: Literal["disabled", "auto"] | RetentionRatio | None = None
+    truncation: Annotated[
+        Literal["disabled", "auto"] | RetentionRatio | None, BeforeValidator(_truncation)
+    ] = None
+    context_management: ContextManagements | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

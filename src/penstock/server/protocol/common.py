@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from penstock.errors import InvalidSamplingError
 from penstock.sampling import CUTS, SUGGESTED, SamplingParams
+from penstock.server.config import LEAST_THRESHOLD
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.validation import refusal
 
@@ -83,6 +84,16 @@ class StreamOptions(Body):
         if self.include_obfuscation:
             raise refusal("include_obfuscation")
         return self
+
+
+class ContextManagement(Body):
+    """An entry of `context_management`."""
+
+    type: Literal["compaction"]
+    compact_threshold: Annotated[int, Field(ge=LEAST_THRESHOLD)] | None = None
+
+
+ContextManagements = Annotated[list[ContextManagement], Field(max_length=1)]
 
 
 class CacheControl(Body):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.sampling import StructuredOutputs
+from penstock.server.compaction import Conversation
+from penstock.server.config import LEAST_THRESHOLD
 from penstock.server.errors import ApiError
 from penstock.server.protocol.blocks import (
     Block,
@@ -25,11 +27,16 @@ from penstock.server.protocol.common import (
     Some,
     UserName,
 )
+from penstock.server.protocol.compaction import unsealed
 from penstock.server.protocol.pictures import ContentPart
 from penstock.server.protocol.structure import TextFormat
 from penstock.server.protocol.text_part import TextPart
 from penstock.server.protocol.tools import MOST_TOOLS
 from penstock.server.tools.offer import Offer
+from penstock.server.validation import refusal
+
+MOST_INSTRUCTIONS = 10_000
+"""Characters of what a summary is asked for with."""
 
 
 class Turn(Body):
@@ -42,6 +49,9 @@ class Turn(Body):
         """The same as a chat's messages. Raises ApiError."""
         if isinstance(self.content, str):
             return [Message(role=self.role, content=self.content)]
+        alone = self.content and all(block.type == "compaction" for block in self.content)
+        if alone and self.role == "assistant":
+            return []  # without a summary, or it would have been taken for what was before
         return messages_of(self.role, self.content)
 
 
@@ -56,6 +66,48 @@ class OutputConfig(Body):
 
     format: TextFormat | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (), "task_budget": ()}
+
+
+class Trigger(Body):
+    """When older turns are summed up."""
+
+    type: Literal["input_tokens"]
+    value: Annotated[int, Field(ge=LEAST_THRESHOLD)]
+
+
+class CompactEdit(Body):
+    """An edit of `context_management`."""
+
+    type: Literal["compact_20260112"]
+    trigger: Trigger | None = None
+    pause_after_compaction: bool | None = None
+    instructions: Annotated[str, Field(min_length=1, max_length=MOST_INSTRUCTIONS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_compaction(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "compact_20260112":
+            why = "compact_20260112 is done."
+            raise refusal(kind=f"An edit of type {kind[:40]!r}", why=why)
+        return data
+
+
+class ContextEdits(Body):
+    """`context_management`: what becomes of older turns."""
+
+    edits: Annotated[list[CompactEdit], Field(max_length=1)]
+
+    @property
+    def compaction(self) -> CompactEdit | None:
+        """The edit; None: none, whatever the server does by itself."""
+        return self.edits[0] if self.edits else None
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a message ends with the summary."""
+        return any(edit.pause_after_compaction for edit in self.edits)
 
 
 class CountTokensRequest(Body):
@@ -90,13 +142,46 @@ class CountTokensRequest(Body):
             else [ContentPart(**part.model_dump(exclude_none=True)) for part in given]
         )
 
-    def conversation(self) -> list[Message]:
-        """The same as a chat's messages."""
+    def conversation(self) -> Conversation:
+        """The same as a chat's: from the last compaction on, which stands for all before it but
+        the system's messages. Raises ApiError.
+        """
         system = [] if self.system is None else [Message(role="system", content=self._system)]
-        turns = [message for turn in self.messages for message in turn.conversation()]
-        if self.cache_control is not None:
-            turns[-1] = turns[-1].model_copy(update={"cache_control": self.cache_control})
-        return system + turns
+        turns, at = list(self.messages), self._compaction
+        made, opened = [], Conversation([])
+        if at is not None:
+            number, place = at
+            blocks = turns[number].content
+            assert not isinstance(blocks, str)
+            opened = _opened(blocks[place], f"messages[{number}].content[{place}]")
+            before = [x for turn in turns[:number] if turn.role == "system"
+                      for x in turn.conversation()]  # fmt: skip
+            made = [*(before or opened.system), *opened.others]
+            rest = blocks[place + 1 :]
+            left = [Turn(role="assistant", content=rest)] if rest else []
+            turns = [*left, *turns[number + 1 :]]
+        made += [message for turn in turns for message in turn.conversation()]
+        if self.cache_control is not None and made:
+            made[-1] = made[-1].model_copy(update={"cache_control": self.cache_control})
+        return Conversation([*system, *made], opened.summary)
+
+    @property
+    def _compaction(self) -> tuple[int, int] | None:
+        """Which block of which message is the last compaction; one without a summary is none."""
+        for number in reversed(range(len(self.messages))):
+            blocks = self.messages[number].content
+            if isinstance(blocks, str) or self.messages[number].role != "assistant":
+                continue
+            for place in reversed(range(len(blocks))):
+                if blocks[place].type == "compaction" and blocks[place].content is not None:
+                    return number, place
+        return None
+
+    def sealable(self, conversation: Conversation) -> Conversation:
+        """What of a conversation a compaction has to keep: `system` comes with each request."""
+        if self.system is None:
+            return conversation
+        return Conversation(conversation.messages[1:], conversation.summary)
 
     def structure(self) -> tuple[StructuredOutputs | None, str]:
         """The form that the answer must have, and the field that says so. Raises ApiError."""
@@ -117,6 +202,16 @@ class CountTokensRequest(Body):
         return offer_of_tools(self.tools or (), self.tool_choice)
 
 
+def _opened(block: Block, place: str) -> Conversation:
+    """What a compaction stands for: its summary, and the turns that it has kept."""
+    summary = block.content
+    assert isinstance(summary, str)
+    if block.encrypted_content is None:
+        return Conversation([], summary)
+    kept = unsealed(block.encrypted_content, f"{place}.encrypted_content")
+    return Conversation(kept.messages, summary)
+
+
 class MessagesRequest(CountTokensRequest, EngineFields):
     """`POST /v1/messages`."""
 
@@ -127,8 +222,9 @@ class MessagesRequest(CountTokensRequest, EngineFields):
     top_k: int | None = None
     stop_sequences: Some[str] | None = None
     metadata: Metadata | None = None
+    context_management: ContextEdits | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **CountTokensRequest.unsupported,
+        **{k: v for k, v in CountTokensRequest.unsupported.items() if k != "context_management"},
         "container": (),
         "inference_geo": (),
         "service_tier": ("auto", "standard_only"),

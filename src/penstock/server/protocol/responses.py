@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.sampling import StructuredOutputs
+from penstock.server.compaction import Conversation
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.chat import FunctionCall, Message, ToolCall, readable
 from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
+    ContextManagements,
     EngineFields,
     SamplingFields,
     Some,
     UserName,
 )
+from penstock.server.protocol.compaction import unsealed
 from penstock.server.protocol.pictures import IMAGE_PARTS, ContentPart
 from penstock.server.protocol.structure import TextFormat
 from penstock.server.protocol.text_part import TEXT_PARTS
@@ -38,7 +41,7 @@ LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 
 
 _THOUGHTS = ("reasoning_text", "summary_text")
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "compaction")
 
 
 class ItemPart(ContentPart):
@@ -56,7 +59,7 @@ class ItemPart(ContentPart):
 
 
 class InputItem(Body):
-    """A message among the input, an earlier call, what came of it, or reasoning."""
+    """A message among the input, an earlier call, what came of it, reasoning, or a compaction."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -68,9 +71,10 @@ class InputItem(Body):
     arguments: Annotated[str, AfterValidator(readable)] | None = None
     output: str | Some[ContentPart] | None = None
     summary: Some[ItemPart] | None = None
+    encrypted_content: str | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "phase": (),
-        "encrypted_content": (),
+        "created_by": (),
         "namespace": (),
         "caller": (),
     }
@@ -81,7 +85,7 @@ class InputItem(Body):
         """Before its fields, which are another kind's."""
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in _KINDS:
-            why = "Messages, calls of functions, their output and reasoning are read."
+            why = "Messages, calls of functions, their output, reasoning and compactions are read."
             raise refusal(kind=f"An item of type {kind[:40]!r}", why=why)
         return data
 
@@ -90,7 +94,10 @@ class InputItem(Body):
         needed = {
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
+            "compaction": ("encrypted_content",),
         }
+        if self.encrypted_content and self.type != "compaction":
+            raise refusal("encrypted_content")
         for name in needed.get(self.type, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"an item of type {self.type!r} has no {name}")
@@ -214,12 +221,47 @@ class ReasoningOptions(Body):
     }
 
 
-class ResponsesRequest(SamplingFields, EngineFields):
+class Inputs(Body):
+    """What an answer, or a compaction, is made from."""
+
+    input: str | Annotated[Some[InputItem], Field(max_length=MOST_MESSAGES)]
+    instructions: str | None = None
+
+    def conversation(self) -> Conversation:
+        """The instructions, then the input: from its last compaction on, which stands for all
+        before it but the system's messages. Raises ApiError for what can't be a conversation.
+        """
+        first = [Message(role="system", content=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return Conversation([*first, Message(role="user", content=self.input)])
+        items = self.input
+        at = next((i for i in reversed(range(len(items))) if items[i].type == "compaction"), None)
+        if at is None:
+            turns = [*first, *_turns(items)]
+            if not (items and turns):
+                raise ApiError(400, "The input is empty.", param="input")
+            return Conversation(turns)
+        place = f"input[{at}].encrypted_content"
+        opened = unsealed(items[at].encrypted_content or "", place)
+        before = [x.message() for x in items[:at] if x.role in ("system", "developer")]
+        head = [*first, *(before or opened.system)]
+        return Conversation([*head, *opened.others, *_turns(items[at + 1 :])], opened.summary)
+
+    def sealable(self, conversation: Conversation) -> Conversation:
+        """What of a conversation an item has to keep: instructions come with each request."""
+        if not self.instructions:
+            return conversation
+        return Conversation(conversation.messages[1:], conversation.summary)
+
+
+def _turns(items: Sequence[InputItem]) -> list[Message]:
+    return joined([item.message() for item in items])
+
+
+class ResponsesRequest(SamplingFields, EngineFields, Inputs):
     """`POST /v1/responses`."""
 
     model: str | None = None
-    input: str | Annotated[Some[InputItem], Field(max_length=MOST_MESSAGES)]
-    instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
@@ -228,6 +270,7 @@ class ResponsesRequest(SamplingFields, EngineFields):
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled", "auto"] | None = None
+    context_management: ContextManagements | None = None
     user: UserName | None = None
     prompt_cache_key: UserName | None = None  # a hint for a fleet: here every prompt is looked up
     safety_identifier: UserName | None = None
@@ -243,7 +286,6 @@ class ResponsesRequest(SamplingFields, EngineFields):
         "access_programs": (),
         "background": (),
         "background_options": (),
-        "context_management": (),
         "conversation": (),
         "image": (),
         "max_tool_calls": (),
@@ -270,20 +312,11 @@ class ResponsesRequest(SamplingFields, EngineFields):
         asked = None if self.text is None else self.text.format
         return None if asked is None else asked.structure("text.format"), "text.format"
 
-    def messages(self) -> list[Message]:
-        """The conversation. Raises ApiError for what can't be one."""
+    def conversation(self) -> Conversation:
+        """As of any input. Raises ApiError."""
         if self.store:
             raise unsupported("store", "Responses aren't kept.")
-        messages = []
-        if self.instructions:
-            messages.append(Message(role="system", content=self.instructions))
-        if isinstance(self.input, str):
-            messages.append(Message(role="user", content=self.input))
-        else:
-            messages += joined([item.message() for item in self.input])
-        if not messages or (isinstance(self.input, list) and not self.input):
-            raise ApiError(400, "The input is empty.", param="input")
-        return messages
+        return super().conversation()
 
     def offer(self) -> Offer:
         """The tools that may be called. Raises ApiError."""
@@ -294,3 +327,19 @@ class ResponsesRequest(SamplingFields, EngineFields):
         choice = self.tool_choice
         chosen = Choice(choice) if choice is None or isinstance(choice, str) else choice.choice()
         return offer_of(functions, chosen, self.parallel_tool_calls is not False)
+
+
+class CompactRequest(EngineFields, Inputs):
+    """`POST /v1/responses/compact`."""
+
+    model: str | None = None
+    prompt_cache_key: UserName | None = None  # a hint for a fleet: here every prompt is looked up
+    chat_template_kwargs: dict[str, Any] | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "image": (),
+        "kv_transfer_params": (),
+        "previous_response_id": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "service_tier": ("auto", "default"),
+    }

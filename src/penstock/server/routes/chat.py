@@ -14,6 +14,8 @@ from penstock.engine import RequestOutput
 from penstock.server.admission import Caller, Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
+from penstock.server.compaction import Conversation, Wanted
+from penstock.server.conversation import CHAT
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.answers import ChatCompletion
 from penstock.server.protocol.chat import ChatRequest, RetentionRatio
@@ -33,6 +35,7 @@ from penstock.server.routes.common import (
     stream_response,
     usage,
 )
+from penstock.server.routes.compaction import compacted, wanted
 from penstock.server.routes.tools import (
     Answering,
     Calls,
@@ -64,7 +67,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         chunks = _Chunks(body, caller, work, model, names, how)
         return stream_response(chunks.events(outputs), outputs)
     output = await unless_gone(request.receive, last_of(outputs))
-    return JSONResponse(_whole(body, caller, output, model, names, how))
+    return JSONResponse(_whole(body, caller, work, output, model, names, how))
 
 
 def _check(service: Service, body: ChatRequest) -> None:
@@ -88,15 +91,30 @@ async def _work(
     limit = body.limit
     rendering = rendering_of(service, body)
     plan = await plan_of(request, ticket, rendering, body)
+    told = telling(rendering, plan)
+    truncation = "auto" if isinstance(body.truncation, RetentionRatio) else body.truncation
+    short = await compacted(
+        request,
+        ticket,
+        Conversation(body.messages),
+        told,
+        _wanted(service, body),
+        body=body,
+        model=model,
+        reserve=limit,
+        source=CHAT,
+        truncation=truncation,
+    )
     prompt = await prompt_of_messages(
         request,
         ticket,
-        body.messages,
-        telling(rendering, plan),
-        truncation="auto" if isinstance(body.truncation, RetentionRatio) else body.truncation,
+        short.conversation.written,
+        told,
+        truncation=truncation,
         retention=getattr(body.truncation, "retention_ratio", None),
         reserve=limit,
         keep=body.truncate_prompt_tokens,
+        spent=short.spent,
     )
     goes_on = body.messages[-1] if rendering.continue_final_message else None
     special = body.skip_special_tokens is not False
@@ -116,9 +134,24 @@ async def _work(
     return Work(prompt, params, options), how
 
 
+def _wanted(service: Service, body: ChatRequest) -> Wanted | None:
+    """When it is compacted; not where the end of its prompt is asked for, as it is."""
+    if body.truncate_prompt_tokens is None:
+        return wanted(service, body.context_management)
+    if body.context_management:
+        raise ApiError(
+            400,
+            "truncate_prompt_tokens keeps a prompt's end, context_management sums up its older "
+            "turns. Set one of them.",
+            param="context_management",
+        )
+    return None
+
+
 def _whole(
     body: ChatRequest,
     caller: Caller,
+    work: Work,
     output: RequestOutput,
     model: str,
     names: TokenNames,
@@ -146,8 +179,8 @@ def _whole(
         "created": now(),
         "model": model,
         "choices": choices,
-        "usage": _usage(body, len(output.prompt_token_ids), output),
-        "penstock": priced(output),
+        "usage": _usage(body, work, output),
+        "penstock": priced(output, work.prompt),
         **body.handed_over,
     }
     if output.prompt_logprobs is not None:
@@ -157,10 +190,10 @@ def _whole(
     return answer
 
 
-def _usage(body: ChatRequest, prompt_tokens: int, output: RequestOutput) -> dict[str, Any]:
-    metrics = output.metrics
+def _usage(body: ChatRequest, work: Work, output: RequestOutput) -> dict[str, Any]:
+    metrics, prompt = output.metrics, work.prompt
     predicted = None if body.prediction is None else metrics.predicted
-    return usage(prompt_tokens, made(output), metrics.cached_tokens, predicted)
+    return usage(len(prompt.tokens), made(output), metrics.cached_tokens, predicted, prompt.spent)
 
 
 def _reason(body: ChatRequest, delta: Delta, calls: bool) -> str | None:
@@ -219,8 +252,9 @@ class _Chunks:
                 for chunk in self._of(new, output):
                     yield chunk
         if self._counting and output is not None:
-            total = _usage(self._body, len(self._work.prompt.tokens), output)
-            yield event(self._head | {"choices": [], "usage": total, "penstock": priced(output)})
+            total = _usage(self._body, self._work, output)
+            more = priced(output, self._work.prompt)
+            yield event(self._head | {"choices": [], "usage": total, "penstock": more})
         yield DONE
 
     def _first(self, index: int) -> bytes:
@@ -272,7 +306,8 @@ class _Chunks:
             choice["token_ids"] = new.token_ids if first else []
         chunk = self._head | {"choices": [choice]}
         if self._running:
-            chunk["usage"] = usage(len(self._work.prompt.tokens), made(output))
+            prompt = self._work.prompt
+            chunk["usage"] = usage(len(prompt.tokens), made(output), spent=prompt.spent)
         elif self._counting:
             chunk["usage"] = None
         return event(chunk)

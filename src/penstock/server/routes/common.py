@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -13,6 +14,7 @@ from penstock.engine import RequestOutput
 from penstock.errors import RequestError
 from penstock.server.admission import Caller, Ticket
 from penstock.server.answers import broken
+from penstock.server.compaction import Spent
 from penstock.server.conversation import CHAT, PromptText, Rendering, Source
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
@@ -218,10 +220,13 @@ async def prompt_of_messages(
     reserve: int | None,
     keep: int | None = None,
     source: Source = CHAT,
+    spent: Spent | None = None,
 ) -> PromptText:
     """A conversation's prompt, made beside the event loop.
 
-    The answer's header `X-Penstock-Dropped-Messages` says how many were left out to make it fit.
+    spent: on summaries in it. The answer's headers say of how many messages one is
+    (`X-Penstock-Compacted-Messages`), and how many were left out to make the prompt fit
+    (`X-Penstock-Dropped-Messages`).
     """
     service = service_of(request)
     own = rendering.chat_template is not service.config.chat_template  # the caller's
@@ -238,9 +243,14 @@ async def prompt_of_messages(
         ),
         slow=own or any(message.has_pictures for message in messages),
     )
+    headers = {}
     if prompt.dropped:
-        request.state.answer_headers = {"X-Penstock-Dropped-Messages": str(prompt.dropped)}
-    return prompt
+        headers["X-Penstock-Dropped-Messages"] = str(prompt.dropped)
+    if spent is not None:
+        headers["X-Penstock-Compacted-Messages"] = str(spent.messages)
+    if headers:
+        request.state.answer_headers = headers
+    return prompt if spent is None else replace(prompt, spent=spent)
 
 
 async def last_of(outputs: AsyncIterator[tuple[int, RequestOutput]]) -> RequestOutput:
@@ -257,8 +267,15 @@ def usage(
     completion_tokens: int,
     cached_tokens: int | None = None,
     predicted: DraftCounts | None = None,
+    spent: Spent | None = None,
 ) -> dict[str, Any]:
-    """`usage` of the completions. predicted: what was guessed by a prediction that was given."""
+    """`usage` of the completions. predicted: what was guessed by a prediction that was given;
+    spent: on summaries, which counts too."""
+    said = completion_tokens
+    if spent is not None:
+        prompt_tokens += spent.input_tokens
+        completion_tokens += spent.output_tokens
+        cached_tokens = (cached_tokens or 0) + spent.cached_tokens
     found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -267,7 +284,7 @@ def usage(
     }
     if predicted is not None:
         # those after a stop were right, and aren't there
-        right = min(predicted.accepted_tokens, completion_tokens)
+        right = min(predicted.accepted_tokens, said)
         found["completion_tokens_details"] = {
             "accepted_prediction_tokens": right,
             "rejected_prediction_tokens": predicted.draft_tokens - right,

@@ -15,9 +15,11 @@ from penstock.sampling import SamplingParams
 from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
-from penstock.server.conversation import ANTHROPIC, Rendering
+from penstock.server.compaction import Conversation, Wanted
+from penstock.server.conversation import ANTHROPIC, PromptText, Rendering
 from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
+from penstock.server.protocol.compaction import compaction_block
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.routes.common import (
     MESSAGES_ERRORS,
@@ -30,6 +32,7 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
+from penstock.server.routes.compaction import compacted, conversation_of, wanted
 from penstock.server.routes.tools import (
     Answering,
     Calls,
@@ -39,7 +42,7 @@ from penstock.server.routes.tools import (
     sampling_of,
     telling,
 )
-from penstock.server.service import Work, priced
+from penstock.server.service import Service, Work, priced
 from penstock.server.sse import event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
@@ -57,27 +60,48 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     user = None if body.metadata is None else body.metadata.user_id
     caller = caller_of(request, "msg", user)
     check_stops(service, body.stop_sequences, "stop_sequences")
-    conversation = body.conversation()
     ticket = await admit(request, caller)
-    rendering = _rendering(body, service.config.chat_template)
+    conversation = await conversation_of(service, ticket, body.conversation)
+    rendering = _rendering(conversation, service.config.chat_template)
     plan = await plan_of(request, ticket, rendering, body)
-    prompt = await prompt_of_messages(
+    told = telling(rendering, plan)
+    reserve = min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED)
+    short = await compacted(
         request,
         ticket,
         conversation,
-        telling(rendering, plan),
-        truncation=None,
-        reserve=min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED),
+        told,
+        _wanted(service, body),
+        body=body,
+        model=model,
+        reserve=reserve,
         source=ANTHROPIC,
     )
+    prompt = await prompt_of_messages(
+        request,
+        ticket,
+        short.conversation.written,
+        told,
+        truncation=None,
+        reserve=reserve,
+        source=ANTHROPIC,
+        spent=short.spent,
+    )
     room = service.prompts.limit(prompt, None, "max_tokens")
-    goes_on = conversation[-1] if rendering.continue_final_message else None
+    block = None
+    if short.spent is not None and body.context_management is not None:
+        left = body.sealable(short.conversation)
+        block = await service.compute(ticket, lambda: compaction_block(left))
+        if body.context_management.pauses:
+            paused = _Paused(caller.request_id, model, prompt, block)
+            return paused.streamed() if body.stream else JSONResponse(paused.message())
+    goes_on = conversation.messages[-1] if rendering.continue_final_message else None
     how = answering(service, ticket, plan, prompt, goes_on)
     form = await sampling_of(service, ticket, how, body.structure)
     params = _params(body, service.defaults, min(body.max_tokens, room), form)
     work = Work(prompt, params, service.options(caller, body, prompt, model))
     outputs = service.stream(ticket, [work])
-    answer = _Answer(caller.request_id, model, work, how)
+    answer = _Answer(caller.request_id, model, work, how, block)
     if body.stream:
         return stream_response(answer.events(outputs), outputs)
     return JSONResponse(answer.message(await unless_gone(request.receive, last_of(outputs))))
@@ -88,9 +112,10 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     """How many tokens a conversation's prompt has, whether or not they fit."""
     service = service_of(request)
     service.check_model(body.model)
-    rendering = _rendering(body, service.config.chat_template)
-    messages = body.conversation()
     ticket = await admit(request, caller_of(request, "count"))
+    conversation = await conversation_of(service, ticket, body.conversation)
+    messages = conversation.written
+    rendering = _rendering(conversation, service.config.chat_template)
     rendering = telling(rendering, await plan_of(request, ticket, rendering, body))
     prompts = service.prompts
     slow = any(message.has_pictures for message in messages)
@@ -98,11 +123,28 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     return {"input_tokens": len(ids)}
 
 
-def _rendering(body: CountTokensRequest, template: str | None) -> Rendering:
-    """A last message of the assistant is one to go on with."""
-    goes_on = body.messages[-1].role == "assistant"
+def _rendering(conversation: Conversation, template: str | None) -> Rendering:
+    """A last message of the assistant is one to go on with, unless it was a summary alone."""
+    sent = conversation.messages
+    goes_on = bool(sent) and sent[-1].role == "assistant"
     return Rendering(
         add_generation_prompt=not goes_on, continue_final_message=goes_on, chat_template=template
+    )
+
+
+def _wanted(service: Service, body: MessagesRequest) -> Wanted | None:
+    """When older turns are summed up: as the request says, or else the server."""
+    if body.context_management is None:
+        return wanted(service, None)
+    edit = body.context_management.compaction
+    if edit is None:
+        return None
+    given = None if edit.trigger is None else edit.trigger.value
+    return Wanted(
+        given or service.config.compaction_threshold or service.prompts.max_len,
+        "context_management.edits[0].trigger.value",
+        "trigger.value" if given else "The threshold",
+        instructions=edit.instructions,
     )
 
 
@@ -118,26 +160,114 @@ def _params(
     return fields.sampling(defaults, {"stop": "stop_sequences"}, max_tokens=limit, **form)
 
 
+def _empty(request_id: str, model: str) -> dict[str, Any]:
+    return {
+        "id": request_id.replace("-", "_", 1),
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _tell(name: str, **data: Any) -> bytes:
+    return event({"type": name, **data}, name)
+
+
+def _usage(prompt: PromptText, computed: int, kept: int, cached: int, made: int) -> dict[str, Any]:
+    """Tokens of the prompt that were computed, kept in the cache and found there, and of the
+    answer. What summaries took isn't among them, as in Anthropic's API: it stands beside them.
+    """
+    own = {
+        "input_tokens": computed,
+        "cache_creation_input_tokens": kept,
+        "cache_read_input_tokens": cached,
+        "output_tokens": made,
+    }
+    spent = prompt.spent
+    if spent is None or not spent.passes:
+        return own
+    summary = {
+        "type": "compaction",
+        "input_tokens": spent.input_tokens - spent.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": spent.cached_tokens,
+        "output_tokens": spent.output_tokens,
+    }
+    return {**own, "iterations": [summary, {"type": "message", **own}]}
+
+
+def _compaction_events(block: dict[str, Any]) -> Iterator[bytes]:
+    """A compaction as the first of a message's blocks."""
+    empty = {**block, "content": None, "encrypted_content": None}
+    yield _tell("content_block_start", index=0, content_block=empty)
+    yield _tell("content_block_delta", index=0, delta={**block, "type": "compaction_delta"})
+    yield _tell("content_block_stop", index=0)
+
+
+class _Paused:
+    """A message that has a compaction and nothing else, for whoever wants to see it first."""
+
+    def __init__(
+        self, request_id: str, model: str, prompt: PromptText, block: dict[str, Any]
+    ) -> None:
+        self._empty = _empty(request_id, model)
+        self._usage = _usage(prompt, 0, 0, 0, 0)
+        self._block = block
+        self._more: dict[str, Any] = {}
+        if prompt.spent is not None:
+            self._more = {"penstock": {"compaction": prompt.spent.as_dict()}}
+
+    def message(self) -> dict[str, Any]:
+        """All of it."""
+        said = {"content": [self._block], "stop_reason": "compaction", "usage": self._usage}
+        return {**self._empty, **said, **self._more}
+
+    def streamed(self) -> Response:
+        """The events that build it."""
+
+        async def events() -> AsyncIterator[bytes]:
+            yield _tell("message_start", message=self._empty | {"usage": self._usage})
+            for made in _compaction_events(self._block):
+                yield made
+            delta = {"stop_reason": "compaction", "stop_sequence": None}
+            yield _tell("message_delta", delta=delta, usage=self._usage, **self._more)
+            yield _tell("message_stop")
+
+        return stream_response(events())
+
+
 class _Answer:
     """The message as an object, and as the events that build it."""
 
-    def __init__(self, request_id: str, model: str, work: Work, how: Answering) -> None:
-        self._id = request_id.replace("-", "_", 1)
-        self._model = model
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        work: Work,
+        how: Answering,
+        compaction: dict[str, Any] | None = None,
+    ) -> None:
+        """compaction: the block that tells of one."""
+        self._head = _empty(request_id, model)
         self._work = work
         self._how = how
+        self._compaction = compaction
 
     def message(self, output: RequestOutput) -> dict[str, Any]:
         """All of it."""
         sample = output.outputs[0]
         content, calls = self._content(sample.text)
         reason, sequence = _stop(sample, calls)
-        return self._empty() | {
-            "content": content,
+        first = [] if self._compaction is None else [self._compaction]
+        return self._head | {
+            "content": first + content,
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(output),
-            "penstock": priced(output),
+            "penstock": priced(output, self._work.prompt),
         }
 
     def _content(self, text: str) -> tuple[list[dict[str, Any]], bool]:
@@ -158,44 +288,28 @@ class _Answer:
             )  # fmt: skip
         return blocks, calls
 
-    def _empty(self) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
-
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
-        """Tokens of the prompt that were computed, found in the cache, and kept there."""
         total, cached = len(output.prompt_token_ids), output.metrics.cached_tokens
         pinned = max((pin.tokens for pin in self._work.options.pins), default=0)
         kept = max(0, pinned - cached)
-        return {
-            "input_tokens": total - cached - kept,
-            "cache_creation_input_tokens": kept,
-            "cache_read_input_tokens": cached,
-            "output_tokens": len(output.outputs[0].token_ids),
-        }
+        made = len(output.outputs[0].token_ids)
+        return _usage(self._work.prompt, total - cached - kept, kept, cached, made)
 
     async def events(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
     ) -> AsyncIterator[bytes]:
         """The API's events."""
 
-        def tell(name: str, **data: Any) -> bytes:
-            return event({"type": name, **data}, name)
-
-        reader, blocks = Reader(), _Blocks(self._how, tell)
+        tell, own = _tell, self._compaction
+        reader, blocks = Reader(), _Blocks(self._how, tell, 0 if own is None else 1)
         output: RequestOutput | None = None
         try:
             async for _, output in outputs:
                 if not reader.started:
-                    start = self._empty() | {"usage": self._usage(output) | {"output_tokens": 0}}
+                    start = self._head | {"usage": self._usage(output) | {"output_tokens": 0}}
                     yield tell("message_start", message=start)
+                    for made in _compaction_events(own) if own is not None else ():
+                        yield made
                     if not self._how.plan.reads:
                         yield blocks.open({"type": "text", "text": ""})
                     yield tell("ping")
@@ -215,7 +329,7 @@ class _Answer:
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=self._usage(output),
-            penstock=priced(output),
+            penstock=priced(output, self._work.prompt),
         )
         yield tell("message_stop")
 
@@ -223,10 +337,11 @@ class _Answer:
 class _Blocks:
     """The blocks of a message as events, each opened when there is something for it."""
 
-    def __init__(self, how: Answering, tell: Callable[..., bytes]) -> None:
+    def __init__(self, how: Answering, tell: Callable[..., bytes], before: int = 0) -> None:
+        """before: blocks that are there already."""
         self._deltas = Calls(how)
         self._tell = tell
-        self._index = -1
+        self._index = before - 1
         self._kind = ""  # of the block that is open
 
     @property

@@ -15,8 +15,10 @@ from penstock.sampling import SamplingParams, TokenLogprobs
 from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
+from penstock.server.compaction import Spent
 from penstock.server.conversation import RESPONSE, Rendering
 from penstock.server.protocol.answers import Response as ResponseAnswer
+from penstock.server.protocol.compaction import compaction_item
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
@@ -30,6 +32,7 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
+from penstock.server.routes.compaction import compacted, conversation_of, wanted
 from penstock.server.routes.items import Items
 from penstock.server.routes.tools import Answering, answering, plan_of, sampling_of, telling
 from penstock.server.service import Service, Work, priced
@@ -45,20 +48,34 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
     check_words(service, body)
-    messages = body.messages()
     ticket = await admit(request, caller)
+    conversation = await conversation_of(service, ticket, body.conversation)
     rendering = Rendering(
         chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
     )
     plan = await plan_of(request, ticket, rendering, body)
+    told = telling(rendering, plan)
+    short = await compacted(
+        request,
+        ticket,
+        conversation,
+        told,
+        wanted(service, body.context_management),
+        body=body,
+        model=model,
+        reserve=body.max_output_tokens,
+        source=RESPONSE,
+        truncation=body.truncation,
+    )
     prompt = await prompt_of_messages(
         request,
         ticket,
-        messages,
-        telling(rendering, plan),
+        short.conversation.written,
+        told,
         truncation=body.truncation,
         reserve=body.max_output_tokens,
         source=RESPONSE,
+        spent=short.spent,
     )
     special = body.skip_special_tokens is not False
     how = answering(service, ticket, plan, prompt, skips_special=special)
@@ -71,11 +88,20 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         **form,
     )
     work = Work(prompt, params, service.options(caller, body, prompt, model))
-    answer = _Answer(body, caller.request_id, model, work, service, how)
+    item = None
+    if short.spent is not None:
+        left, name = body.sealable(short.conversation), _name_of(caller.request_id)
+        item = await service.compute(ticket, lambda: compaction_item(left, name))
+    answer = _Answer(body, caller.request_id, model, work, service, how, item)
     outputs = service.stream(ticket, [work])
     if body.stream:
         return stream_response(answer.events(outputs), outputs)
     return JSONResponse(answer.response(await unless_gone(request.receive, last_of(outputs))))
+
+
+def _name_of(request_id: str) -> str:
+    """From which its items have theirs."""
+    return request_id.removeprefix("resp-")
 
 
 class _Answer:
@@ -89,13 +115,16 @@ class _Answer:
         work: Work,
         service: Service,
         how: Answering,
+        compaction: dict[str, Any] | None = None,
     ) -> None:
+        """compaction: the item that tells of one."""
         self._body, self._model, self._work, self._how = body, model, work, how
         self._id = request_id.replace("-", "_", 1)
         self._names = TokenNames(service.prompts.tokenizer, as_ids=False)
         self._created = now()
         self._truncation = body.truncation or service.config.truncation
-        self._name = request_id.removeprefix("resp-")
+        self._name = _name_of(request_id)
+        self._compaction = compaction
         self._sample: CompletionOutput | None = None  # once it has ended
 
     def response(self, output: RequestOutput) -> dict[str, Any]:
@@ -114,7 +143,10 @@ class _Answer:
         return asked.model_dump(by_alias=True, exclude_none=True)
 
     def _items(self, tell: Callable[..., bytes], *, drops_broken: bool = False) -> Items:
-        return Items(self._how, tell, self._name, self._part, drops_broken=drops_broken)
+        items = Items(self._how, tell, self._name, self._part, drops_broken=drops_broken)
+        if self._compaction is not None:
+            items.done.append(self._compaction)
+        return items
 
     def _response(
         self,
@@ -158,15 +190,18 @@ class _Answer:
             "truncation": self._truncation,
             "usage": None if output is None else self._usage(output, items),
             "user": body.user,
-        } | ({} if output is None else {"penstock": priced(output)})
+        } | ({} if output is None else {"penstock": priced(output, self._work.prompt)})
 
     def _usage(self, output: RequestOutput, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Reasoning's tokens are those of its text, without the tags around it."""
-        read, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+        spent = self._work.prompt.spent or Spent()
+        read = len(output.prompt_token_ids) + spent.input_tokens
+        made = len(output.outputs[0].token_ids) + spent.output_tokens
+        cached = output.metrics.cached_tokens + spent.cached_tokens
         thoughts = [x["content"][0]["text"] for x in items if x["type"] == "reasoning"]
         return {
             "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": output.metrics.cached_tokens},
+            "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": made,
             "output_tokens_details": {"reasoning_tokens": sum(map(self._names.count, thoughts))},
             "total_tokens": read + made,
@@ -198,6 +233,9 @@ class _Answer:
                 if not reader.started:  # the engine has taken it
                     yield tell("response.created", response=self._response([]))
                     yield tell("response.in_progress", response=self._response([]))
+                    for item in items.done:  # which was made before
+                        yield tell("response.output_item.added", output_index=0, item=item)
+                        yield tell("response.output_item.done", output_index=0, item=item)
                     if not self._how.plan.reads:
                         for made in items.start():
                             yield made

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from penstock.errors import TokenizerError
 from penstock.server.body import JsonRoute
-from penstock.server.conversation import token_strings
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import TemplateFields
 from penstock.server.protocol.tokens import (
@@ -21,6 +21,7 @@ from penstock.server.protocol.tokens import (
 )
 from penstock.server.routes.common import ERRORS, admit, caller_of, rendering_of, service_of
 from penstock.server.sse import dumps
+from penstock.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 _AT_ONCE = 4096
@@ -57,6 +58,19 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
     content = await service.compute(ticket, answer, slow=slow)
     return Response(content, media_type="application/json")
+
+
+def token_strings(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The pieces as the vocabulary writes them. Raises TokenizerError for an unknown id."""
+    pieces = []
+    for token in ids:
+        piece = tokenizer.id_to_token(token)
+        if piece is None:
+            raise TokenizerError(
+                f"Token id {token} isn't in the vocabulary of {tokenizer.vocab_size}."
+            )
+        pieces.append(piece)
+    return pieces
 
 
 def _listed(values: Sequence[Any]) -> str:
