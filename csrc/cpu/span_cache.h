@@ -253,7 +253,7 @@ class CacheWork {
 
  private:
   int64_t index(const Task& t, int64_t position) const {
-    return a_.block_table[t.sequence * a_.table_stride + position / a_.block_size];
+    return a_.block_table[t.sequence * a_.table_stride + position / a_.table_tokens];
   }
   // Those of this head's block, which has `count` of them.
   const uint16_t* scales_of(const Scales& scale, int64_t position, int64_t count) const {

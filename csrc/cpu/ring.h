@@ -1,0 +1,36 @@
+// Ranks that have a part of each sequence: its rows, and some spans of its keys and values. ops/ring.py.
+#pragma once
+
+#include "ranks.h"
+
+namespace penstock {
+
+// Everything between the QKV projection and attention's result, of rows that ranks share.
+struct RingArgs {
+  RotaryCacheArgs turned;   // of all rows, into this rank's cache
+  AttentionArgs attention;  // over that: blocks of a span; an entry of a table has one of each rank
+  Meeting at;
+  const int32_t* rows;  // [size + 1]: rank r computes rows[r] to rows[r + 1]
+  const void* qkv;      // its own
+  int64_t qkv_stride;   // elements
+  void* out;            // its own, [rows, heads · dim] contiguous
+  int64_t total;        // rows of all ranks
+  int threads;
+};
+
+// Rows of all ranks' that the first one needs.
+struct GatherRowsArgs {
+  Meeting at;
+  const int32_t* rows;    // as above
+  const int32_t* wanted;  // [count]
+  const void* x;          // its own, contiguous
+  void* y;                // [count, …], contiguous; the first rank's
+  int64_t count, row_bytes;
+  int threads;
+};
+
+// Both throw std::runtime_error where another rank has gone, or what is shared has no room.
+void ring_attention(const RingArgs& a);
+void gather_rows(const GatherRowsArgs& a);
+
+}  // namespace penstock
