@@ -1,4 +1,4 @@
-"""Ranks that are threads here: each has some rows, keys and values, and says what one process does."""
+"""Ranks that are threads here: what rows are is what one process makes them, by `==`."""
 
 from __future__ import annotations
 

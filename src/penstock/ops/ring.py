@@ -189,8 +189,8 @@ def gather_rows(
 ) -> Tensor:
     """The rows `sample_at` of all ranks' x, in the first rank; others have nothing more to do.
 
-    x [rows[rank + 1] − rows[rank], D] float32 or bfloat16, this rank's rows; sample_at [S] int32, of
-    all; rows and meeting as in `ring_attention`. Returns [S, D] in rank 0, [S, 0] float32 in others.
+    x [T_r, D] float32 or bfloat16, this rank's; sample_at [S] int32, among all T; rows and meeting
+    as in `ring_attention`. Returns [S, D] in rank 0, [S, 0] float32 in others.
     """
     ends = [int(end) for end in rows]
     y = _fake_rows(x, sample_at, meeting, rows, rank, ranks)

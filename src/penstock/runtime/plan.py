@@ -18,7 +18,7 @@ from penstock import ops
 from penstock.errors import KernelError
 from penstock.ops.registry import NAMESPACE
 from penstock.runtime import compile_counter
-from penstock.step import KV, AdaptedStep, Step
+from penstock.step import KV, AdaptedStep, RingStep, Step
 
 PLAN_VERSION = 2
 """Of the form of a plan and the meaning of its operators' arguments."""
@@ -76,6 +76,11 @@ class Operator:
     def takes_rows(self) -> bool:
         """Whether it takes the sampled rows of a value."""
         return self.op == "embedding" and isinstance(self.arguments["weight"], Value)
+
+    @property
+    def samples(self) -> bool:
+        """Whether what it returns are the sampled rows."""
+        return self.takes_rows or self.op == "gather_rows"
 
     def weights(self) -> list[str]:
         """Names of the weights that it reads."""
@@ -216,7 +221,7 @@ class _Recorder(TorchDispatchMode):
         operator = Operator(op, arguments, None)
         if output is not None:
             rows = [self._rows[a.number] for a in arguments.values() if isinstance(a, Value)]
-            self._rows.append("S" if operator.takes_rows else [*rows, "T"][0])
+            self._rows.append("S" if operator.samples else [*rows, "T"][0])
             self._known[id(output)] = Value(len(self._rows) - 1)
             self._alive.append(output)
             operator = Operator(op, arguments, (self._rows[-1], *output.shape[1:]))
@@ -263,4 +268,4 @@ def _blank_step(adapted: bool) -> Step:
         return torch.zeros(shape, dtype=torch.int32)
 
     arrays = ints(2), ints(2), ints(2), ints(3), ints(2), ints(2, 2), ints(2)
-    return AdaptedStep(*arrays, ints(2)) if adapted else Step(*arrays)
+    return AdaptedStep(*arrays, ints(2)) if adapted else RingStep(*arrays, ints(2), ints(3))
