@@ -27,9 +27,7 @@ class ParallelConfig:
     stage_addresses: tuple[str, ...] = ()  # where stages after the first wait, on other machines
 
     def __post_init__(self) -> None:
-        positive(
-            self, "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"
-        )
+        positive(self, "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
         flags(self, "enable_expert_parallel")
         self._check_addresses()
         self._check_context()

@@ -159,6 +159,7 @@ class Attention(nn.Module):
         assert isinstance(step, RingStep)
         spec = self.spec
         key_cache, value_cache, *scales = cache
+        key_scale, value_scale = scales or (None, None)
         return ops.ring_attention(
             qkv,
             spec.num_heads,
@@ -171,7 +172,8 @@ class Attention(nn.Module):
             step.slots,
             key_cache,
             value_cache,
-            *(scales or (None, None)),
+            key_scale,
+            value_scale,
             step.query_start,
             step.context_len,
             step.block_table,

@@ -94,8 +94,8 @@ class Team:
         if sets[0]:
             self._masks |= pin_threads(sets[0])
         logger.info(
-            "%d processes (ranks) share the model: %s, %d thread%s each%s.",
-            self.size, asked.described, self.threads, "s" * (self.threads > 1),
+            "%d processes (ranks) share the %s: %s, %d thread%s each%s.",
+            self.size, "model" if asked.context_parallel_size == 1 else "context", asked.described, self.threads, "s" * (self.threads > 1),
             ", one memory node after another" if sets[0] else "",
         )  # fmt: skip
         if not asked.stage_addresses and self.size > torch.get_num_threads():
