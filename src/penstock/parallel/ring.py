@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.ops.attention import SPAN
 from penstock.step import RingStep, Step
+
+
+Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,36 +38,40 @@ class Ring:
         """What this rank does of a step. worth: how many positions a row may attend to for as many
         multiplications as its products take; the same in all ranks.
         """
-        rows = self._rows(step, worth)
-        first, end = int(rows[self.rank]), int(rows[self.rank + 1])
-        copies = step.copies
-        if copies is not None:
-            copies = torch.stack((copies[:, 0], self._own(copies[:, 1])), dim=1)
-            copies = copies[copies[:, 1] >= 0]
+        rows = self._rows(step.positions.numpy(), worth)
+        own = slice(int(rows[self.rank]), int(rows[self.rank + 1]))
+        copies = None if step.copies is None else self._copies(step.copies.numpy())
         return RingStep(
-            step.tokens[first:end],
-            step.positions[first:end],
-            self._own(step.slots),
+            step.tokens[own],
+            step.positions[own],
+            torch.from_numpy(self._own(step.slots.numpy())),
             step.query_start,
             step.context_len,
             step.block_table,
             step.sample_at,
             step.positions,
-            rows,
+            torch.from_numpy(rows),
             copies,
         )
 
-    def _rows(self, step: Step, worth: int) -> Tensor:
-        """[R + 1] int32: where each rank's rows begin, and the last one's end."""
-        before = torch.zeros(step.num_tokens + 1, dtype=torch.int64)
-        torch.cumsum(step.positions.long() + (1 + worth), 0, out=before[1:])
-        shares = before[-1] * torch.arange(self.size + 1) // self.size
+    def _rows(self, positions: Ints, worth: int) -> Ints:
+        """[R + 1]: where each rank's rows begin, and the last one's end."""
+        before = np.zeros(len(positions) + 1, dtype=np.int64)
+        np.cumsum(positions + np.int64(1 + worth), out=before[1:])
+        shares = before[-1] * np.arange(self.size + 1) // self.size
         # a row is of the rank in whose share it begins
-        return torch.searchsorted(before, shares).to(torch.int32)
+        rows: Ints = np.searchsorted(before, shares).astype(np.int32)
+        return rows
 
-    def _own(self, slots: Tensor) -> Tensor:
+    def _copies(self, copies: Ints) -> Tensor:
+        """Those into this rank's cache."""
+        slots = self._own(copies[:, 1])
+        found = np.stack((copies[:, 0], slots), axis=1)[slots >= 0]
+        return torch.from_numpy(found)
+
+    def _own(self, slots: Ints) -> Ints:
         """Slots in this rank's cache; −1: another's."""
-        block = slots.div(self.block_size, rounding_mode="floor")
-        offset = slots - block * self.block_size
-        own = (slots >= 0) & (offset.div(SPAN, rounding_mode="floor") == self.rank)
-        return torch.where(own, block * SPAN + offset % SPAN, -1).to(torch.int32)
+        block, offset = np.divmod(slots, np.int32(self.block_size))
+        owner, at = np.divmod(offset, np.int32(SPAN))
+        own = (owner == self.rank) & (slots >= 0)
+        return np.where(own, block * np.int32(SPAN) + at, np.int32(-1))
