@@ -66,13 +66,12 @@ void ring_attention(const RingArgs& given) {
   check_room(given);
   RingArgs a = given;
   RotaryCacheArgs& turned = a.turned;
-  const int64_t columns = (turned.heads + 2 * turned.kv_heads) * turned.dim;
-  const char* all = all_rows(a, columns * size_of(turned.dtype));
-  place_heads(turned, all, columns);
+  const char* all = all_rows(a, a.columns * size_of(turned.dtype));
+  place_heads(turned, all, a.columns);
   turned.tokens = a.total;
   turned.threads = a.threads;
   turned.q_out = kept<char>(Scratch::queries,
-                            a.total * turned.heads * turned.dim * size_of(turned.dtype));
+                            a.total * turned.heads * turned.kept * size_of(turned.dtype));
   kernels().rotary_cache(turned);
   a.attention.q = turned.q_out;
   a.attention.out = a.out;

@@ -13,7 +13,8 @@ struct RingArgs {
   const int32_t* rows;  // [size + 1]: rank r computes rows[r] to rows[r + 1]
   const void* qkv;      // its own
   int64_t qkv_stride;   // elements
-  void* out;            // its own, [rows, heads · dim] contiguous
+  int64_t columns;      // of a row of it
+  void* out;            // its own, [rows, heads · kept] contiguous
   int64_t total;        // rows of all ranks
   int threads;
 };

@@ -32,7 +32,7 @@ struct RingLayer {
   double scale;
   int64_t window;
   double softcap;
-  const Optional& sinks;
+  const Optional &sinks, &bases;
 };
 
 RingArgs ring_args(Form qkv, const RingLayer& l, const Tensor& meeting, int64_t rank,
@@ -42,8 +42,9 @@ RingArgs ring_args(Form qkv, const RingLayer& l, const Tensor& meeting, int64_t 
                               none,        none,          none,        none};
   RingArgs a = {};
   a.turned = rotary_cache_args(qkv, l.heads, l.q_norm, l.k_norm, l.eps, l.cos_sin, l.interleaved,
-                               cache, 0);
-  a.attention = attention_args(qkv.dtype, l.heads, a.turned.dim, cache, l.scale, l.window,
+                               cache, 0, l.bases);
+  a.columns = qkv.columns;
+  a.attention = attention_args(qkv.dtype, l.heads, a.turned.kept, cache, l.scale, l.window,
                                l.softcap, l.sinks, true, 0);
   STD_TORCH_CHECK(a.attention.block_size == kSpan, "ring_attention: blocks of ", kSpan,
                   " tokens, not of ", a.attention.block_size);
@@ -59,9 +60,10 @@ Tensor ring_attention(const Tensor& qkv, int64_t heads, Optional q_norm, Optiona
                       Optional key_scale, Optional value_scale, const Tensor& query_start,
                       const Tensor& context_len, const Tensor& block_table, double scale,
                       int64_t window, double softcap, Optional sinks, Optional copies,
-                      const Tensor& meeting, const Tensor& rows, int64_t rank, int64_t ranks) {
+                      const Tensor& meeting, const Tensor& rows, int64_t rank, int64_t ranks,
+                      Optional bases) {
   const RingLayer layer = {heads,     q_norm,    k_norm,      eps,   cos_sin, interleaved, key_cache,
-                           value_cache, key_scale, value_scale, scale, window,  softcap,     sinks};
+                           value_cache, key_scale, value_scale, scale, window, softcap, sinks, bases};
   RingArgs a = ring_args(form_of(qkv, "ring_attention: qkv"), layer, meeting, rank, ranks);
   RotaryCacheArgs& turned = a.turned;
   a.total = all_positions.numel();
@@ -80,7 +82,7 @@ Tensor ring_attention(const Tensor& qkv, int64_t heads, Optional q_norm, Optiona
   a.attention.block_table = s.block_table;
   a.attention.table_stride = s.table_stride;
   a.attention.sequences = s.count;
-  Tensor out = torch::stable::new_empty(qkv, {qkv.size(0), heads * turned.dim});
+  Tensor out = torch::stable::new_empty(qkv, {qkv.size(0), heads * turned.kept});
   a.qkv = qkv.data_ptr();
   a.qkv_stride = qkv.stride(0);
   a.out = out.data_ptr();
@@ -125,11 +127,11 @@ int64_t program_ring_attention(int64_t id, int64_t qkv, int64_t heads, Optional 
                                const Tensor& key_cache, const Tensor& value_cache,
                                Optional key_scale, Optional value_scale, double scale,
                                int64_t window, double softcap, Optional sinks,
-                               const Tensor& meeting, int64_t rank, int64_t ranks) {
+                               const Tensor& meeting, int64_t rank, int64_t ranks, Optional bases) {
   const auto p = held(id);
   p->check_all_rows(qkv, "ring_attention");
   const RingLayer layer = {heads,     q_norm,    k_norm,      eps,   cos_sin, interleaved, key_cache,
-                           value_cache, key_scale, value_scale, scale, window,  softcap,     sinks};
+                           value_cache, key_scale, value_scale, scale, window, softcap, sinks, bases};
   const RingArgs a = ring_args(p->form(qkv), layer, meeting, rank, ranks);
   share_rows(*p, rank, ranks);
   if (a.turned.cos_sin) p->positions = std::min(p->positions, a.turned.num_positions);
@@ -137,8 +139,8 @@ int64_t program_ring_attention(int64_t id, int64_t qkv, int64_t heads, Optional 
   p->take_parts({&key_cache, &value_cache, key_scale ? &*key_scale : nullptr,
                  value_scale ? &*value_scale : nullptr});
   p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale, sinks,
-              meeting);
-  const int64_t y = p->result({a.turned.dtype, heads * a.turned.dim}, qkv);
+              meeting, bases);
+  const int64_t y = p->result({a.turned.dtype, heads * a.turned.kept}, qkv);
   p->add(a, qkv, y);
   return y;
 }
@@ -176,7 +178,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "program_ring_attention(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
       "Tensor? key_scale, Tensor? value_scale, float scale, int window, float softcap, "
-      "Tensor? sinks, Tensor meeting, int rank, int ranks) -> int");
+      "Tensor? sinks, Tensor meeting, int rank, int ranks, Tensor? bases=None) -> int");
   m.def("program_gather_rows(int program, int x, Tensor meeting, int rank, int ranks) -> int");
 }
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from penstock import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from penstock.errors import ConfigError, EngineDeadError, RankError, UnsupportedModelError
@@ -23,14 +22,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=Tru
 Ask = Callable[[LLM], Any]
 
 
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_long(name: str, folder: Path) -> Path:
     """A tiny checkpoint for texts of 4,096 tokens."""
-    case = CASES["qwen3"]
+    case = CASES[name]
     case = replace(case, changes={**case.changes, "max_position_embeddings": 4096})
-    folder = tmp_path_factory.mktemp("long")
     make_model(case).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_long("qwen3", tmp_path_factory.mktemp("long"))
 
 
 def prompt(tokens: int, step: int, vocabulary: int = 300) -> dict[str, list[int]]:
@@ -80,6 +82,19 @@ def test_what_was_read_is_found_again(long: Path) -> None:
         several, hit = hits(LLM(**engine, context_parallel_size=size))
         assert several == one
         assert hit >= found
+
+
+def test_blocks_that_a_window_has_passed_by(tmp_path: Path) -> None:
+    """They are let go, though others keep a part of each."""
+    folder = make_long("mistral", tmp_path)
+    prompts = [prompt(2500, 7), prompt(900, 3)]
+
+    def ask(llm: LLM) -> Any:
+        found = said(llm.generate(prompts, GREEDY))
+        return found, bool(llm.engine.runtime.horizon)
+
+    engine = {"skip_tokenizer_init": True, "max_num_batched_tokens": 512}
+    assert equal(ask, model=folder, **engine)[1]
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -143,7 +158,9 @@ def test_a_rank_that_is_killed_ends_the_engine() -> None:
     (rank,) = processes(llm)
     assert llm.generate(TEXTS[:1])
     os.kill(rank, signal.SIGKILL)
-    says = rf"2 processes .* can't go on: rank 1 \(process {rank}\) has ended with -9. Load it again"
+    says = (
+        rf"2 processes .* can't go on: rank 1 \(process {rank}\) has ended with -9. Load it again"
+    )
     for _ in range(2):
         with pytest.raises((RankError, EngineDeadError), match=says):
             llm.generate(TEXTS[:1])
@@ -153,14 +170,16 @@ def test_a_rank_that_is_killed_in_a_step() -> None:
     async def serve() -> None:
         llm = AsyncLLM(context_parallel_size=3)
         pids = [other.process.pid for other in llm.runtime.team._others]  # type: ignore
-        count = 0
-        with pytest.raises(EngineDeadError, match=r"rank 2 .* has ended with -9"):
-            async for _ in llm.generate(
-                TEXTS[0], SamplingParams(max_tokens=900, ignore_eos=True), "a"
-            ):
+
+        async def stream() -> None:
+            many, count = SamplingParams(max_tokens=900, ignore_eos=True), 0
+            async for _ in llm.generate(TEXTS[0], many, "a"):
                 count += 1
                 if count == 5:
                     os.kill(pids[1], signal.SIGKILL)
+
+        with pytest.raises(EngineDeadError, match=r"rank 2 .* has ended with -9"):
+            await stream()
         llm.shutdown()
         assert all(ends(pid) for pid in pids)
 
@@ -170,23 +189,26 @@ def test_a_rank_that_is_killed_in_a_step() -> None:
 @pytest.mark.parametrize(
     ("beside", "says"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 with context_parallel_size=2 isn't b"),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size=2 with context_parallel_size=2 isn't b",
+        ),
         ({"pipeline_parallel_size": 2}, "share the tokens of a sequence or the weights"),
         ({"stage_addresses": ["a:1"]}, "share the tokens of a sequence or the weights"),
-        ({"block_size": 64}, "blocks of 512 tokens, of which each rank keeps 256, so block_size=64"),
+        (
+            {"block_size": 64},
+            "blocks of 512 tokens, of which each rank keeps 256, so block_size=64",
+        ),
         ({"layout": "linear"}, "isn't built together with layout='linear'"),
         ({"max_attention_window": 64}, "isn't built together with a max_attention_window"),
         ({"kv_cache_dtype": "kivi"}, "isn't built together with kv_cache_dtype='kivi'"),
         ({"prefix_cache_dir": "x", "enable_prefix_caching": True}, "with a prefix_cache_dir"),
         ({"enable_lora": True}, "isn't built together with enable_lora"),
         ({"load_format": "dummy"}, "isn't built together with load_format='dummy'"),
-        ({"device": "cuda"}, "."),
         ({"speculative_config": {"method": "self"}}, "isn't built together with guesses by 'self'"),
     ],
 )
 def test_what_does_not_go_together(beside: dict[str, Any], says: str) -> None:
-    if beside.get("device") and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match=says):
         LLM(context_parallel_size=2, **beside)
 

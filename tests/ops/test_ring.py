@@ -43,11 +43,14 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    kept: int = 0  # dimensions of keys and values, in bases of their own
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
         self.size = 256 * self.ranks
-        self.width = (HEADS + 2 * KV_HEADS) * DIM
+        values = self.kept or DIM
+        self.width = (HEADS + KV_HEADS) * DIM + KV_HEADS * values
+        self.bases = torch.randn(2, KV_HEADS, DIM, self.kept) / 6 if self.kept else None
         needs = [-(-context // self.size) for context, _ in self.sequences]
         order = torch.randperm(sum(needs) + 1).to(torch.int32)  # blocks anywhere
         self.table = torch.zeros(len(needs), max(needs), dtype=torch.int32)
@@ -62,8 +65,9 @@ class Case:
         self.norm = torch.rand(DIM) + 0.5
 
     def cache(self, size: int) -> tuple[Tensor, ...]:
-        layout = PagedLayout(((KV_HEADS, DIM),), self.stored or self.dtype, size)
-        return layout.allocate(self.blocks)[0]
+        heads = ((KV_HEADS, self.kept or DIM),)
+        layout = PagedLayout(heads, self.stored or self.dtype, size)
+        return layout.allocate(self.blocks * self.ranks * 256 // size)[0]
 
     def step(self, before: bool) -> tuple[Step, Tensor]:
         """What came before, or what comes now, and its rows of queries, keys and values."""
@@ -80,7 +84,7 @@ class Case:
     def write(self, step: Step, qkv: Tensor, cache: tuple[Tensor, ...], slots: Tensor) -> Tensor:
         given = qkv, HEADS, self.norm, self.norm, 1e-6, self.cos_sin, False
         positions = step.all_positions if isinstance(step, RingStep) else step.positions
-        return ops.rotary_cache(*given, positions, slots, *cache)
+        return ops.rotary_cache(*given, positions, slots, *cache, bases=self.bases)
 
     @property
     def learned(self) -> Tensor | None:
@@ -90,9 +94,6 @@ class Case:
         """By one process."""
         cache = self.cache(32)
         table = (self.table.unsqueeze(2) * (self.size // 32) + torch.arange(self.size // 32)).int()
-        cache = PagedLayout(((KV_HEADS, DIM),), self.stored or self.dtype, 32).allocate(
-            self.blocks * self.size // 32
-        )[0]
         for before in (True, False):
             step, qkv = self.step(before)
             q = self.write(step, qkv, cache, step.slots)
@@ -122,7 +123,7 @@ class Case:
                 qkv[a:b], HEADS, self.norm, self.norm, 1e-6, self.cos_sin, False,
                 own.all_positions, own.slots, keys, values, *scales, own.query_start,
                 own.context_len, own.block_table, DIM**-0.5, self.window, self.softcap,
-                self.learned, None, meeting, own.rows, number, self.ranks,
+                self.learned, None, meeting, own.rows, number, self.ranks, self.bases,
             )  # fmt: skip
 
         with ThreadPoolExecutor(self.ranks) as threads:
@@ -157,8 +158,12 @@ def test_in_every_kind_of_cache(stored: str, ranks: int) -> None:
 @needs_native
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
-    "form", [{"window": 300}, {"softcap": 20.0}, {"sinks": True}, {"window": 64, "sinks": True}]
-)
+    "form",
+    [
+        {"window": 300}, {"softcap": 20.0}, {"sinks": True}, {"window": 64, "sinks": True},
+        {"kept": 16},
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("restore")
 def test_what_layers_see(form: dict[str, Any], threads: int) -> None:
     torch.set_num_threads(threads)

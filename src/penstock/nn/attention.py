@@ -186,4 +186,5 @@ class Attention(nn.Module):
             step.rows,
             ring.rank,
             ring.size,
+            None if self.bases is None else self.bases.parameter("weight"),
         )

@@ -57,9 +57,9 @@ def row_worth(spec: DecoderSpec) -> int:
         wide = mlp.intermediate
         if experts is not None:
             wide = experts.per_token * wide + experts.shared
-        heads = 2 * a.num_heads + 2 * a.num_kv_heads
-        products += spec.hidden * (heads * a.head_dim + (3 if mlp.gated else 2) * wide)
-        seen += 2 * a.num_heads * a.head_dim
+        heads = sum(a.qkv_columns) + a.out_dim
+        products += spec.hidden * (heads + (3 if mlp.gated else 2) * wide)
+        seen += 2 * a.num_heads * a.seen_dim
     return products // seen
 
 

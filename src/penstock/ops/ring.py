@@ -63,9 +63,10 @@ def _fake(
     rows: Tensor,
     rank: int,
     ranks: int,
+    bases: Tensor | None = None,
 ) -> Tensor:
-    dim = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
-    return qkv.new_empty((qkv.shape[0], heads * dim))
+    whole = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
+    return qkv.new_empty((qkv.shape[0], heads * (whole if bases is None else bases.shape[3])))
 
 
 @define_op(
@@ -74,7 +75,7 @@ def _fake(
     "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scale, "
     "Tensor(d!)? value_scale, Tensor query_start, Tensor context_len, Tensor block_table, "
     "float scale, int window, float softcap, Tensor? sinks, Tensor? copies, "
-    "Tensor(e!) meeting, Tensor rows, int rank, int ranks) -> Tensor",
+    "Tensor(e!) meeting, Tensor rows, int rank, int ranks, Tensor? bases=None) -> Tensor",
     fake=_fake,
 )
 def ring_attention(
@@ -103,15 +104,16 @@ def ring_attention(
     rows: Tensor,
     rank: int,
     ranks: int,
+    bases: Tensor | None = None,
 ) -> Tensor:
     """`rotary_cache` and `paged_attention` of rows, keys and values that ranks share.
 
-    qkv [T_r, (H + 2·Hkv) · D]: this rank's rows, which are rows[rank]:rows[rank + 1] of all T;
-    rows [R + 1] int32; caches of blocks of 256 tokens, this rank's part of them. `all_positions`
-    and `slots` are of all T rows, slots in this cache and negative where another rank keeps the
-    token; so are query_start, context_len, block_table and copies. The other arguments are those of
-    the two operators; meeting as in `gather_columns`. All ranks call it together. Returns
-    [T_r, H · D] in qkv.dtype, each row as one process computes it.
+    qkv [T_r, (H + 2·Hkv) · D], or as `bases` have it: this rank's rows, rows[rank]:rows[rank + 1]
+    of all T; rows [R + 1] int32; caches of blocks of 256 tokens, this rank's part of them.
+    `all_positions` and `slots` are of all T rows, slots in this cache and negative where another
+    rank keeps the token; so are query_start, context_len, block_table and copies. The other
+    arguments are those of the two operators; meeting as in `gather_columns`. All ranks call it
+    together. Returns [T_r, H · D] in qkv.dtype, each row as one process computes it.
     Cost: each rank turns all T rows; beside what attention costs, it writes T_r rows, and of each
     sequence of n rows and s spans the less of n·H·(D + 2)·4 bytes and 256·Hkv·2·D·itemsize for each
     of its own spans.
@@ -123,7 +125,7 @@ def ring_attention(
     whole = _all_rows(qkv, meeting, ends, rank)
     q = rotary_cache(
         whole, heads, q_norm, k_norm, eps, cos_sin, interleaved, all_positions, slots, key_cache,
-        value_cache, key_scale, value_scale, copies=copies,
+        value_cache, key_scale, value_scale, copies=copies, bases=bases,
     )  # fmt: skip
     out = q.new_empty(q.shape)
     caches = (key_cache, value_cache), (key_scale, value_scale)

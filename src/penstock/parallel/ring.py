@@ -17,7 +17,6 @@ from torch import Tensor
 from penstock.ops.attention import SPAN
 from penstock.step import RingStep, Step
 
-
 Ints = NDArray[np.int32]
 
 

@@ -93,9 +93,10 @@ class Team:
         self.ranks = member(asked, 0, self._meetings[0], stage)
         if sets[0]:
             self._masks |= pin_threads(sets[0])
+        shared = "model" if asked.context_parallel_size == 1 else "context"
         logger.info(
             "%d processes (ranks) share the %s: %s, %d thread%s each%s.",
-            self.size, "model" if asked.context_parallel_size == 1 else "context", asked.described, self.threads, "s" * (self.threads > 1),
+            self.size, shared, asked.described, self.threads, "s" * (self.threads > 1),
             ", one memory node after another" if sets[0] else "",
         )  # fmt: skip
         if not asked.stage_addresses and self.size > torch.get_num_threads():
