@@ -164,7 +164,8 @@ def record(
     Raises KernelError when it calls anything but Penstock's operators.
     """
     compile_counter.note("program")
-    step = _blank_step(adapted)
+    shared = any(getattr(one, "ring", None) is not None for one in module.modules())
+    step = _blank_step(adapted, shared)
     with torch.inference_mode(), _Recorder(step, kv, names) as recorder:
         output = module(step, kv)
     plan = Plan(tuple(recorder.operators), recorder.value(output).number)
@@ -261,11 +262,15 @@ def _check_arrays(op: str, arguments: Mapping[str, Argument]) -> None:
             raise KernelError(f"{op} takes the step's {array} as its {name}.")
 
 
-def _blank_step(adapted: bool) -> Step:
-    """A step whose arrays are known by what they are; nothing of them is read."""
+def _blank_step(adapted: bool, shared: bool) -> Step:
+    """A step whose arrays are known by what they are; nothing of them is read. shared: by ranks
+    that have some rows each.
+    """
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
     arrays = ints(2), ints(2), ints(2), ints(3), ints(2), ints(2, 2), ints(2)
-    return AdaptedStep(*arrays, ints(2)) if adapted else RingStep(*arrays, ints(2), ints(3))
+    if shared:
+        return RingStep(*arrays, ints(2), ints(3))
+    return AdaptedStep(*arrays, ints(2)) if adapted else Step(*arrays)
