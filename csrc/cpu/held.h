@@ -105,6 +105,10 @@ struct Held {
   }
 };
 
+// Where ranks have some rows each: all of them, and who has which (shim_ring.cpp).
+void take_shared_rows(StepArrays& step, const Held& held, const Optional& all_positions,
+                      const Optional& rows);
+
 // The program of that number. Throws where there is none.
 std::shared_ptr<Held> held(int64_t id);
 

@@ -368,19 +368,6 @@ Program::Output output_of(const Program& program, const Tensor& out, int64_t row
   return {nullptr, static_cast<Largest*>(out.data_ptr())};
 }
 
-// Where ranks have some rows each: all of them, and who has which.
-void take_shared_rows(StepArrays& step, const Held& held, const Optional& all_positions,
-                      const Optional& rows) {
-  STD_TORCH_CHECK(held.shares_rows == (rows && all_positions),
-                  "A step has all_positions and rows where ranks share them, and only there");
-  step.total = step.count;
-  step.all_positions = step.positions;
-  if (!held.shares_rows) return;
-  step.total = all_positions->numel();
-  step.all_positions = integers(*all_positions, step.total, "all_positions");
-  step.rows = shared_rows(*rows, held.rank, held.ranks, step.count, step.total);
-}
-
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
                  const Tensor& sample_at, Optional copies, Optional adapters, Optional all_positions,

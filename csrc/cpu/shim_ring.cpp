@@ -16,6 +16,18 @@ const int32_t* shared_rows(const Tensor& rows, int64_t rank, int64_t ranks, int6
   return found;
 }
 
+void take_shared_rows(StepArrays& step, const Held& held, const Optional& all_positions,
+                      const Optional& rows) {
+  STD_TORCH_CHECK(held.shares_rows == (rows && all_positions),
+                  "A step has all_positions and rows where ranks share them, and only there");
+  step.total = step.count;
+  step.all_positions = step.positions;
+  if (!held.shares_rows) return;
+  step.total = all_positions->numel();
+  step.all_positions = integers(*all_positions, step.total, "all_positions");
+  step.rows = shared_rows(*rows, held.rank, held.ranks, step.count, step.total);
+}
+
 namespace {
 
 constexpr int64_t kSpan = 256;

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.cache import kv_dtype
 from penstock.config.parallel import SPAN_TOKENS
-from penstock.errors import UnsupportedModelError
+from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.kernels import native
 from penstock.models.load import load_model
 from penstock.ops.attention import SPAN
@@ -158,6 +158,13 @@ def test_latents_are_refused(tiny: Make, name: str) -> None:
     says = r"Attention over latents \(MLA\) isn't built for ranks that share .* leave context_par"
     with pytest.raises(UnsupportedModelError, match=says):
         of_ranks(2, tiny(name).folder)
+
+
+def test_texts_without_room_are_refused(long: Long) -> None:
+    """Before a weight is read, not when a text has grown so long."""
+    says = r"have room for 1,792 of them, but max_model_len is 2,048: lower it"
+    with pytest.raises(ConfigError, match=says):
+        of_ranks(2, long("llama"), place_bytes=1 << 15)
 
 
 def test_a_span_is_what_attention_takes() -> None:

@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         self.stage: Stage | None = None
         self.ring: Ring | None = None
         if ranks is not None:
-            check_shareable(spec, ranks)
+            check_shareable(spec, ranks, max_len or spec.max_position)
         if isinstance(ranks, Ring):
             self.ring, ranks = ranks, None
         elif ranks is not None:

@@ -63,10 +63,10 @@ def row_worth(spec: DecoderSpec) -> int:
     return products // seen
 
 
-def check_shareable(spec: DecoderSpec, ranks: Ranks | Ring) -> None:
+def check_shareable(spec: DecoderSpec, ranks: Ranks | Ring, max_len: int) -> None:
     """Raises UnsupportedModelError for what ranks can't share, ConfigError for what isn't there."""
     if isinstance(ranks, Ring):
-        _check_ring(spec)
+        _check_ring(spec, ranks, max_len)
         return
     if ranks.whole_experts and not any(layer.mlp.experts for layer in spec.layers):
         raise ConfigError(
@@ -79,8 +79,10 @@ def check_shareable(spec: DecoderSpec, ranks: Ranks | Ring) -> None:
         )
 
 
-def _check_ring(spec: DecoderSpec) -> None:
-    """Raises UnsupportedModelError for what can't be where ranks share sequences."""
+def _check_ring(spec: DecoderSpec, ring: Ring, max_len: int) -> None:
+    """Raises UnsupportedModelError for what can't be where ranks share sequences, ConfigError for
+    texts that are too long.
+    """
     seen = [layer.attention for layer in spec.layers]
     lacking = {
         "A model that sees pictures": spec.vision is not None,
@@ -93,3 +95,9 @@ def _check_ring(spec: DecoderSpec) -> None:
                 f"{what} isn't built for ranks that share a sequence's tokens: leave "
                 "context_parallel_size out."
             )
+    most = min(ring.most_tokens(a.seen_dim) for a in seen)
+    if max_len > most:
+        raise ConfigError(
+            f"Ranks that share a sequence's tokens have room for {most:,} of them, but "
+            f"max_model_len is {max_len:,}: lower it, or leave context_parallel_size out."
+        )

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.ops.attention import SPAN
+from penstock.ops.panels import COLUMNS, round_up
+from penstock.ops.ranks import HEADER
 from penstock.step import RingStep, Step
 
 Ints = NDArray[np.int32]
@@ -32,6 +34,11 @@ class Ring:
     def block_size(self) -> int:
         """Tokens of a block, of which each rank keeps a span."""
         return SPAN * self.size
+
+    def most_tokens(self, head_dim: int) -> int:
+        """Of a sequence whose spans' parts have room where ranks meet, of 32 rows at once."""
+        part_bytes = 32 * 4 * (2 + round_up(head_dim, COLUMNS))
+        return (len(self.meeting) - HEADER) // 2 // part_bytes * SPAN
 
     def part(self, step: Step, worth: int) -> RingStep:
         """What this rank does of a step. worth: how many positions a row may attend to for as many
