@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from torch import Tensor
 from penstock import ops
 from penstock.cache import PagedLayout
 from penstock.kernels import native
+from penstock.ops.attention import gather_keys
 from penstock.ops.ranks import HEADER
 from penstock.parallel import Ring
-from penstock.step import RingStep, Step
+from penstock.step import ForkedStep, RingStep, Step
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 ISAS = ["avx2", "avx512", "avx512-bf16", "amx", "amx-emulated"]
@@ -235,6 +236,32 @@ def test_shares_of_a_step() -> None:
     assert ((own >= 0).sum(0) == 1).all()
     rank, offset = own.argmax(0), own.max(0).values
     assert torch.equal(offset // 256 * 512 + rank * 256 + offset % 256, step.slots)
+
+
+@pytest.mark.parametrize("which", ["reference", *["native"] * (native.handle is not None)])
+def test_copies_are_of_who_keeps_them(which: str) -> None:
+    """A token of one way through a tree of drafts is written to the blocks of another, too."""
+    case, meeting = Case([(300, 300)], 2), meeting_of(1 << 20)
+    call = ops.implementations("ring_attention")[which]
+    step, qkv = case.step(before=False)
+    spare = 512 * int(next(b for b in range(case.blocks) if b not in case.table))
+    copies = torch.tensor([[t, spare + t] for t in (3, 260, 299)], dtype=torch.int32)
+    forked = ForkedStep(*(getattr(step, f.name) for f in fields(step)), copies)
+
+    def rank(number: int) -> list[bool]:
+        own, cache = Ring(number, 2, meeting).part(forked, 0), case.cache(256)
+        assert own.copies is not None
+        call(
+            qkv[int(own.rows[number]) : int(own.rows[number + 1])], HEADS, case.norm, case.norm,
+            1e-6, case.cos_sin, False, own.all_positions, own.slots, *cache, None, None,
+            own.query_start, own.context_len, own.block_table, 0.2, 0, 0.0, None, own.copies,
+            meeting, own.rows, number, 2,
+        )  # fmt: skip
+        keys = gather_keys(cache[0], torch.arange(case.blocks), case.blocks * 256, DIM)
+        return [torch.equal(keys[own.slots[t]], keys[at]) for t, at in own.copies.tolist()]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank, range(2))) == [[True], [True, True]]
 
 
 @needs_native
