@@ -34,7 +34,7 @@ struct Record {
     const int64_t codes = tokens * a.padded_dim / Cache::kPerItem * static_cast<int64_t>(sizeof(S));
     const int64_t groups = (a.padded_dim + kCacheGroup - 1) / kCacheGroup;
     const int64_t scales = Cache::kNibbles ? 4 * groups * tokens : Cache::kScaled ? 2 * tokens : 0;
-    return {codes, codes, scales, scales};
+    return {codes, a.latent ? 0 : codes, scales, scales};
   }
   static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
   int64_t bytes() const {
@@ -42,9 +42,11 @@ struct Record {
   }
 };
 
-// Whether what rows have of a span is fewer bytes than its keys and values.
+// Whether what rows have of a span is fewer bytes than its keys and values. Of latents, which all heads
+// share, it hardly ever is, and their queries stay where they are.
 bool few(const AttentionArgs& a, int64_t b, const Record& record) {
   const int64_t tokens = a.query_start[b + 1] - a.query_start[b];
+  if (a.latent) return tokens == 0;
   return tokens * a.heads * part_floats(1, a.padded_values) * 4 <= record.bytes();
 }
 

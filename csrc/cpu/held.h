@@ -45,6 +45,15 @@ struct Held {
     block_size = its_size;
   }
 
+  // The program is this rank's of so many.
+  void share_rows(int64_t its_rank, int64_t its_ranks) {
+    STD_TORCH_CHECK(!shares_rows || (rank == its_rank && ranks == its_ranks),
+                    "A program is one rank's of one number of them");
+    shares_rows = true;
+    rank = its_rank;
+    ranks = its_ranks;
+  }
+
   // What of a cache is copied with its blocks; null: nothing.
   void take_parts(std::initializer_list<const Tensor*> tensors) {
     for (const Tensor* part : tensors) {

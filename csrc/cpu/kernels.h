@@ -275,6 +275,7 @@ struct AttentionArgs {
   int64_t table_stride;
   int64_t table_tokens;  // of an entry: block_size, or more where ranks share blocks (ring.h)
   void* out;             // [tokens, heads · value_dim] contiguous
+  int64_t first_query;   // the token whose query is q's first
   int64_t first_token;   // the one whose row is out's first
   int64_t sequences, heads, kv_heads, dim, padded_dim, blocks, block_size;
   int64_t value_dim, padded_values;  // dim and padded_dim, but for latents

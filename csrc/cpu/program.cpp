@@ -37,6 +37,7 @@ void call(const GatherEmbeddingArgs& a) { gather_embedding(a); }
 void call(const PassArgs& a) { pass(a); }
 void call(const ForeignRowsArgs& a) { foreign_rows(a); }
 void call(const RingArgs& a) { ring_attention(a); }
+void call(const RingLatentsArgs& a) { ring_latents(a); }
 void call(const GatherRowsArgs& a) { gather_rows(a); }
 void call(const RowsArgs& a) {
   for (int64_t row = 0; row < a.rows; row++)
@@ -315,6 +316,15 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.turned.copied = step.copied;
     take_sequences(a.attention, step);
     a.out = y;
+  } else if constexpr (std::is_same_v<Args, RingLatentsArgs>) {
+    a.kv = y;  // which nobody writes
+    a.kv_stride = out.columns;
+    a.rows = step.rows;
+    a.total = step.total;
+    a.kept.angles.positions = step.all_positions;
+    a.kept.slots = step.slots;
+    a.kept.copies = step.copies;
+    a.kept.copied = step.copied;
   } else if constexpr (std::is_same_v<Args, GatherRowsArgs>) {
     a.rows = step.rows;
     a.wanted = step.sample_at;

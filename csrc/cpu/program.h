@@ -64,7 +64,7 @@ class Program {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
                  ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
                  RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs, PassArgs,
-                 ForeignRowsArgs, RingArgs, GatherRowsArgs>
+                 ForeignRowsArgs, RingArgs, RingLatentsArgs, GatherRowsArgs>
         args;
     int x, y;
     Ids ids;

@@ -12,34 +12,42 @@
 namespace penstock {
 namespace {
 
-// This rank's rows among `count` from `first` on, into their place there.
-void put_rows(const RingArgs& a, int64_t row_bytes, int64_t first, int64_t count, char* place) {
-  const int64_t own = a.rows[a.at.rank];
-  const int64_t from = std::max<int64_t>(own, first);
-  const int64_t to = std::min<int64_t>(a.rows[a.at.rank + 1], first + count);
-  const int64_t stride = a.qkv_stride * size_of(a.turned.dtype);
-  const char* x = static_cast<const char*>(a.qkv);
-  for (int64_t row = from; row < to; row++)
-    std::memcpy(place + (row - first) * row_bytes, x + (row - own) * stride,
-                static_cast<size_t>(row_bytes));
-}
+// Rows of which a rank has rows[rank] to rows[rank + 1] of `total`.
+struct SharedRows {
+  const Meeting& at;
+  const int32_t* rows;
+  const void* own;
+  int64_t stride;  // bytes
+  int64_t total, row_bytes;
 
-// All rows of queries, keys and values: where they were put if they have room there.
-const char* all_rows(const RingArgs& a, int64_t row_bytes) {
-  const int64_t most = a.at.place_bytes / row_bytes;
-  if (a.total <= most) {
-    char* all = place(a.at);
-    put_rows(a, row_bytes, 0, a.total, all);
-    meet(a.at);
+  // Its own among `count` from `first` on, into their place there.
+  void put(int64_t first, int64_t count, char* place) const {
+    const int64_t begins = rows[at.rank];
+    const int64_t from = std::max<int64_t>(begins, first);
+    const int64_t to = std::min<int64_t>(rows[at.rank + 1], first + count);
+    const char* x = static_cast<const char*>(own);
+    for (int64_t row = from; row < to; row++)
+      std::memcpy(place + (row - first) * row_bytes, x + (row - begins) * stride,
+                  static_cast<size_t>(row_bytes));
+  }
+};
+
+// All of them: where they were put if they have room there.
+const char* all_rows(const SharedRows& r) {
+  const int64_t most = r.at.place_bytes / r.row_bytes;
+  if (r.total <= most) {
+    char* all = place(r.at);
+    r.put(0, r.total, all);
+    meet(r.at);
     return all;
   }
-  char* all = kept<char>(Scratch::all_rows, a.total * row_bytes);
-  for (int64_t first = 0; first < a.total; first += most) {
-    const int64_t count = std::min(most, a.total - first);
-    char* some = place(a.at);
-    put_rows(a, row_bytes, first, count, some);
-    meet(a.at);
-    std::memcpy(all + first * row_bytes, some, static_cast<size_t>(count * row_bytes));
+  char* all = kept<char>(Scratch::all_rows, r.total * r.row_bytes);
+  for (int64_t first = 0; first < r.total; first += most) {
+    const int64_t count = std::min(most, r.total - first);
+    char* some = place(r.at);
+    r.put(first, count, some);
+    meet(r.at);
+    std::memcpy(all + first * r.row_bytes, some, static_cast<size_t>(count * r.row_bytes));
   }
   return all;
 }
@@ -65,19 +73,38 @@ void ring_attention(const RingArgs& given) {
   if (given.total == 0) return;
   check_room(given);
   RingArgs a = given;
+  AttentionArgs& seen = a.attention;
+  seen.out = a.out;
+  seen.first_token = a.rows[a.at.rank];
+  seen.threads = a.threads;
+  if (seen.latent) {
+    seen.q = a.qkv;
+    seen.first_query = seen.first_token;
+    return kernels().ring_attention(a);
+  }
   RotaryCacheArgs& turned = a.turned;
-  const char* all = all_rows(a, a.columns * size_of(turned.dtype));
+  const int64_t item = size_of(turned.dtype);
+  const char* all = all_rows(
+      {a.at, a.rows, a.qkv, a.qkv_stride * item, a.total, a.columns * item});
   place_heads(turned, all, a.columns);
   turned.tokens = a.total;
   turned.threads = a.threads;
-  turned.q_out = kept<char>(Scratch::queries,
-                            a.total * turned.heads * turned.kept * size_of(turned.dtype));
+  turned.q_out = kept<char>(Scratch::queries, a.total * turned.heads * turned.kept * item);
   kernels().rotary_cache(turned);
-  a.attention.q = turned.q_out;
-  a.attention.out = a.out;
-  a.attention.first_token = a.rows[a.at.rank];
-  a.attention.threads = a.threads;
+  seen.q = turned.q_out;
   kernels().ring_attention(a);
+}
+
+void ring_latents(const RingLatentsArgs& given) {
+  if (given.total == 0) return;
+  LatentCacheArgs a = given.kept;
+  const int64_t item = size_of(a.dtype);
+  a.x = all_rows({given.at, given.rows, given.kv, given.kv_stride * item, given.total,
+                  given.columns * item});
+  a.stride = given.columns;
+  a.tokens = given.total;
+  a.threads = given.threads;
+  kernels().latent_cache(a);
 }
 
 void gather_rows(const GatherRowsArgs& a) {

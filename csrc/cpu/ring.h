@@ -1,11 +1,13 @@
 // Ranks that have a part of each sequence: its rows, and some spans of its keys and values. ops/ring.py.
 #pragma once
 
+#include "latent.h"
 #include "ranks.h"
 
 namespace penstock {
 
-// Everything between the QKV projection and attention's result, of rows that ranks share.
+// Everything between the QKV projection and attention's result, of rows that ranks share. Over latents
+// `qkv` are queries, and nothing is turned.
 struct RingArgs {
   RotaryCacheArgs turned;   // of all rows, into this rank's cache
   AttentionArgs attention;  // over that: blocks of a span; an entry of a table has one of each rank
@@ -16,6 +18,17 @@ struct RingArgs {
   int64_t columns;      // of a row of it
   void* out;            // its own, [rows, heads · kept] contiguous
   int64_t total;        // rows of all ranks
+  int threads;
+};
+
+// Latents of all ranks' rows, of which each keeps its own spans'.
+struct RingLatentsArgs {
+  LatentCacheArgs kept;  // of all rows
+  Meeting at;
+  const int32_t* rows;
+  const void* kv;     // its own rows
+  int64_t kv_stride;  // elements
+  int64_t columns, total;
   int threads;
 };
 
@@ -30,8 +43,9 @@ struct GatherRowsArgs {
   int threads;
 };
 
-// Both throw std::runtime_error where another rank has gone, or what is shared has no room.
+// All throw std::runtime_error where another rank has gone, or what is shared has no room.
 void ring_attention(const RingArgs& a);
+void ring_latents(const RingLatentsArgs& a);
 void gather_rows(const GatherRowsArgs& a);
 
 }  // namespace penstock

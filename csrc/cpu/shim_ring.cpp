@@ -126,14 +126,6 @@ Tensor gather_rows(const Tensor& x, const Tensor& sample_at, const Tensor& meeti
   return y;
 }
 
-void share_rows(Held& p, int64_t rank, int64_t ranks) {
-  STD_TORCH_CHECK(!p.shares_rows || (p.rank == rank && p.ranks == ranks),
-                  "A program is one rank's of one number of them");
-  p.shares_rows = true;
-  p.rank = rank;
-  p.ranks = ranks;
-}
-
 int64_t program_ring_attention(int64_t id, int64_t qkv, int64_t heads, Optional q_norm,
                                Optional k_norm, double eps, Optional cos_sin, bool interleaved,
                                const Tensor& key_cache, const Tensor& value_cache,
@@ -145,7 +137,7 @@ int64_t program_ring_attention(int64_t id, int64_t qkv, int64_t heads, Optional 
   const RingLayer layer = {heads,     q_norm,    k_norm,      eps,   cos_sin, interleaved, key_cache,
                            value_cache, key_scale, value_scale, scale, window, softcap, sinks, bases};
   const RingArgs a = ring_args(p->form(qkv), layer, meeting, rank, ranks);
-  share_rows(*p, rank, ranks);
+  p->share_rows(rank, ranks);
   if (a.turned.cos_sin) p->positions = std::min(p->positions, a.turned.num_positions);
   p->take_blocks(a.turned.blocks, a.turned.block_size, a.turned.recent);
   p->take_parts({&key_cache, &value_cache, key_scale ? &*key_scale : nullptr,
@@ -166,7 +158,7 @@ int64_t program_gather_rows(int64_t id, int64_t x, const Tensor& meeting, int64_
   a.at = meeting_of(meeting, rank, ranks);
   a.row_bytes = form.columns * (form.dtype == DType::bf16 ? 2 : 4);
   check_room(a.at, a.row_bytes);
-  share_rows(*p, rank, ranks);
+  p->share_rows(rank, ranks);
   p->keep(meeting);
   const int64_t y =
       rank == 0 ? p->program.value({form.columns, form.dtype, true, 0})

@@ -45,7 +45,7 @@ static Visible visible(const AttentionArgs& a, int64_t sequence, int64_t at) {
 template <typename T>
 const T* query_at(const AttentionArgs& a, int64_t token, int64_t head) {
   const int64_t heads = a.sink_tokens > 0 ? 2 * a.heads : a.heads;
-  return static_cast<const T*>(a.q) + (token * heads + (a.at_sinks ? a.heads : 0) + head) * a.dim;
+  return static_cast<const T*>(a.q) + ((token - a.first_query) * heads + (a.at_sinks ? a.heads : 0) + head) * a.dim;
 }
 
 // Asks for a span's blocks, a line of each in turn: of blocks of 4 KB here and there, memory gives one

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncLLM, BeamSearchParams, SamplingParams
-from penstock.errors import ConfigError, EngineDeadError, RankError, UnsupportedModelError
+from penstock.errors import ConfigError, EngineDeadError, RankError
 from tests.engine.test_ranks import TEXTS, ends, processes, said
 from tests.models.tiny import CASES, make_model
 
@@ -65,6 +65,17 @@ def test_long_texts(long: Path, kind: dict[str, Any]) -> None:
 
     engine = {"skip_tokenizer_init": True, "enable_prefix_caching": False, **kind}
     equal(ask, model=long, max_num_batched_tokens=600, **engine)
+
+
+def test_latents(tmp_path: Path) -> None:
+    folder = make_long("deepseek-v3", tmp_path)
+    prompts = [prompt(n, j) for n, j in ((2000, 7), (300, 3), (20, 5))]
+
+    def ask(llm: LLM) -> Any:
+        return said(llm.generate(prompts, GREEDY)), said(llm.generate(prompts, GREEDY))
+
+    engine = {"skip_tokenizer_init": True, "max_num_batched_tokens": 600}
+    equal(ask, model=folder, **engine)
 
 
 def test_what_was_read_is_found_again(long: Path) -> None:
@@ -220,9 +231,3 @@ def test_sizes_that_are_none() -> None:
         LLM(context_parallel_size=65)
     with pytest.raises(ConfigError, match="context_parallel_size is of prompts and answers"):
         LLM(decode_context_parallel_size=2)
-
-
-def test_models_that_cannot_be_shared(tmp_path: Path) -> None:
-    make_model(CASES["deepseek-v3"]).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="leave context_parallel_size out"):
-        LLM(tmp_path, context_parallel_size=2, skip_tokenizer_init=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from penstock.config.parallel import SPAN_TOKENS
 from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.kernels import native
 from penstock.models.load import load_model
+from penstock.nn.shared import check_shareable
+from penstock.nn.spec import VisionSpec
 from penstock.ops.attention import SPAN
 from penstock.ops.ranks import HEADER
 from penstock.parallel import Ring
@@ -25,7 +27,7 @@ from penstock.runtime.device import CPU
 from penstock.runtime.hidden import HiddenRunner
 from penstock.runtime.runner import Forward, Runner
 from penstock.step import Step
-from tests.models.tiny import CASES, Make, make_model
+from tests.models.tiny import CASES, make_model
 
 LENGTH = 1400
 """Tokens of a prompt: six spans."""
@@ -52,8 +54,8 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Long:
     return get
 
 
-def is_latent(name: str) -> bool:
-    return "kv_lora_rank" in CASES[name].changes
+def meeting_of(place_bytes: int) -> Tensor:
+    return torch.zeros(HEADER + 2 * place_bytes, dtype=torch.uint8)
 
 
 def steps(size: int) -> list[Step]:
@@ -92,7 +94,7 @@ def of_ranks(
     **asked: Any,
 ) -> list[Tensor]:
     """The first rank's logits; 1: those of one process."""
-    meeting = torch.zeros(HEADER + 2 * place_bytes, dtype=torch.uint8)
+    meeting = meeting_of(place_bytes)
 
     def rank(number: int) -> list[Tensor]:
         try:
@@ -116,7 +118,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not is_latent(name)])
+@pytest.mark.parametrize("name", CASES)
 def test_every_family(long: Long, name: str) -> None:
     whole, *shared = (of_ranks(n, long(name), dtype="bfloat16") for n in (1, 2, 3))
     assert all(same(whole, each) for each in shared)
@@ -135,15 +137,16 @@ def test_rounded_weights(long: Long, quantization: str) -> None:
 
 
 @pytest.mark.parametrize("program", [False, True])
-@pytest.mark.parametrize("name", ["llama3-rope", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama3-rope", "gpt2", "qwen3-moe", "deepseek-v3"])
 def test_in_float32(long: Long, name: str, program: bool) -> None:
     """Operators one by one, and as one native call; more ranks than some steps have tokens."""
     whole, shared = (of_ranks(n, long(name), program=program) for n in (1, 4))
     assert same(whole, shared)
 
 
-def test_steps_that_need_several_meetings(long: Long) -> None:
-    whole, shared = (of_ranks(n, long("llama"), place_bytes=200_000) for n in (1, 2))
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2"])
+def test_steps_that_need_several_meetings(long: Long, name: str) -> None:
+    whole, shared = (of_ranks(n, long(name), place_bytes=200_000) for n in (1, 2))
     assert same(whole, shared)
 
 
@@ -153,11 +156,11 @@ def test_hidden_states(long: Long, dtype: str) -> None:
     assert same(whole, shared)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
-def test_latents_are_refused(tiny: Make, name: str) -> None:
-    says = r"Attention over latents \(MLA\) isn't built for ranks that share .* leave context_par"
-    with pytest.raises(UnsupportedModelError, match=says):
-        of_ranks(2, tiny(name).folder)
+def test_pictures_are_refused(long: Long) -> None:
+    spec = load_model(long("llama")).spec.decoder
+    seeing = replace(spec, vision=VisionSpec(*range(1, len(fields(VisionSpec)) + 1)))
+    with pytest.raises(UnsupportedModelError, match="A model that sees pictures isn't built for"):
+        check_shareable(seeing, Ring(0, 2, meeting_of(1 << 20)), 100)
 
 
 def test_texts_without_room_are_refused(long: Long) -> None:

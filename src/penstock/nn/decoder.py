@@ -14,6 +14,7 @@ from penstock.nn.attention import Attention
 from penstock.nn.grid import GridTower
 from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
+from penstock.nn.mla import LatentAttention
 from penstock.nn.norm import Norm
 from penstock.nn.parameters import Loadable
 from penstock.nn.rope import RotaryTable
@@ -178,7 +179,7 @@ class Decoder(nn.Module):
     def _join(self, ring: Ring) -> None:
         """Share sequences; what comes after the layers is the first rank's."""
         for module in self.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, Attention | LatentAttention):
                 module.ring = ring
         if ring.rank > 0:
             self._leave([self.norm, *([] if self.spec.tied else [self.head])])

@@ -86,7 +86,6 @@ def _check_ring(spec: DecoderSpec, ring: Ring, max_len: int) -> None:
     seen = [layer.attention for layer in spec.layers]
     lacking = {
         "A model that sees pictures": spec.vision is not None,
-        "Attention over latents (MLA)": any(a.latent is not None for a in seen),
         "Attention that isn't causal": not all(a.causal for a in seen),
     }
     for what, given in lacking.items():

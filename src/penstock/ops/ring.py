@@ -13,6 +13,8 @@ keys and values: whichever is fewer bytes. Neither changes a bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from penstock.ops.registry import define_op
 from penstock.ops.rotary_cache import rotary_cache
 
 
-def _all_rows(x: Tensor, meeting: Tensor, ends: list[int], rank: int) -> Tensor:
+def all_rows(x: Tensor, meeting: Tensor, ends: list[int], rank: int) -> Tensor:
     """Every rank's rows, in order."""
     y = x.new_empty((ends[-1], x.shape[1]))
     row_bytes = x.shape[1] * x.element_size()
@@ -122,55 +124,56 @@ def ring_attention(
     Raises RuntimeError where another rank has gone, or a span has no room in the meeting.
     """
     ends = [int(end) for end in rows]
-    whole = _all_rows(qkv, meeting, ends, rank)
+    whole = all_rows(qkv, meeting, ends, rank)
     q = rotary_cache(
         whole, heads, q_norm, k_norm, eps, cos_sin, interleaved, all_positions, slots, key_cache,
         value_cache, key_scale, value_scale, copies=copies, bases=bases,
     )  # fmt: skip
     out = q.new_empty(q.shape)
-    caches = (key_cache, value_cache), (key_scale, value_scale)
+    dim, like = q.shape[2], (2, key_cache.shape[1], q.shape[2])
+
+    def read(block: Tensor) -> Tensor:
+        keys = gather_keys(key_cache, block, SPAN, dim, key_scale)
+        return torch.stack((keys, gather_values(value_cache, block, SPAN, dim, value_scale)), 1)
+
     for b in range(len(context_len)):
         start, stop, length = int(query_start[b]), int(query_start[b + 1]), int(context_len[b])
         if start == stop:
             continue
-        k, v = _all_spans(caches, block_table[b], length, q.shape[2], meeting, rank, ranks)
+        both = all_spans(read, like, block_table[b], length, meeting, rank, ranks)
         seen = torch.arange(length).unsqueeze(0)
         at = seen[:, length - (stop - start) :].t()
-        versions = [(seen >= 0, k, v)]
+        versions = [(seen >= 0, both[:, 0], both[:, 1])]
         found = attend(q[start:stop], versions, seen, at, scale, window, softcap, sinks)
         out[start:stop] = found.to(q.dtype)
     return out[ends[rank] : ends[rank + 1]].flatten(1)
 
 
-def _all_spans(
-    caches: tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]],
+def all_spans(
+    read: Callable[[Tensor], Tensor],
+    like: tuple[int, ...],
     table: Tensor,
     length: int,
-    dim: int,
     meeting: Tensor,
     rank: int,
     ranks: int,
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [length, Hkv, D] float32 of one sequence, span after span from who has it."""
-    (key_cache, value_cache), (key_scale, value_scale) = caches
-    shape = (SPAN, key_cache.shape[1], dim)
+) -> Tensor:
+    """[length, *like] float32 of one sequence, span after span from who has it.
+
+    read: of a block [1] of this rank's cache, what it has [256, *like].
+    """
     found = []
+    size = SPAN * torch.Size(like).numel() * 4
     for span in range(-(-length // SPAN)):
         place = place_of(meeting, rank)
-        size = torch.Size(shape).numel() * 4
-        if 2 * size > len(place):
-            raise RuntimeError(f"a span of {2 * size} bytes has no room in a meeting's place")
+        if size > len(place):
+            raise RuntimeError(f"a span of {size} bytes has no room in a meeting's place")
         if span % ranks == rank:
-            block = table[span // ranks : span // ranks + 1]
-            k = gather_keys(key_cache, block, SPAN, dim, key_scale)
-            v = gather_values(value_cache, block, SPAN, dim, value_scale)
-            place[:size].view(torch.float32).copy_(k.flatten())
-            place[size : 2 * size].view(torch.float32).copy_(v.flatten())
+            own = read(table[span // ranks : span // ranks + 1])
+            place[:size].view(torch.float32).copy_(own.flatten())
         meet(meeting, rank, ranks)
-        both = place[: 2 * size].view(torch.float32).clone().view(2, *shape)
-        found.append(both)
-    keys, values = torch.cat(found, 1)[:, :length]
-    return keys, values
+        found.append(place[:size].view(torch.float32).clone().view(SPAN, *like))
+    return torch.cat(found)[:length]
 
 
 def _fake_rows(
