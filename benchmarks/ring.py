@@ -23,7 +23,7 @@ WORK = {
     "1 prompt of 250": (1, 250, 2),
     "1 prompt of 2,000": (1, 2000, 24),
     "1 prompt of 8,000": (1, 8000, 24),
-    "4 prompts of 2,000": (4, 2000, 24),
+    "4 prompts of 500": (4, 500, 24),
 }
 """Sequences, tokens of each prompt, tokens of each answer."""
 
