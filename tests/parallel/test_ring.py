@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache import kv_dtype
+from penstock.config import EngineConfig
 from penstock.config.parallel import SPAN_TOKENS
 from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.kernels import native
@@ -24,6 +25,7 @@ from penstock.ops.ranks import HEADER
 from penstock.parallel import Ring
 from penstock.runtime import Program
 from penstock.runtime.device import CPU
+from penstock.runtime.footprint import footprints
 from penstock.runtime.hidden import HiddenRunner
 from penstock.runtime.runner import Forward, Runner
 from penstock.step import Step
@@ -172,3 +174,9 @@ def test_texts_without_room_are_refused(long: Long) -> None:
 
 def test_a_span_is_what_attention_takes() -> None:
     assert SPAN_TOKENS == SPAN
+
+
+def test_what_it_takes_is_not_planned(long: Long) -> None:
+    asked = EngineConfig.of(model=long("llama"), context_parallel_size=2)
+    with pytest.raises(ConfigError, match="What context_parallel_size=2 takes isn't planned"):
+        footprints(asked, CPU)
