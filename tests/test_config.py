@@ -132,6 +132,16 @@ def test_prefixes_are_cached_unless_the_cache_cannot_give_them() -> None:
     assert EngineConfig.of(enable_prefix_caching=False).cache.enable_prefix_caching is False
 
 
+def test_processes_that_share_a_context() -> None:
+    asked = EngineConfig.of(context_parallel_size=3)
+    assert (asked.parallel.size, asked.cache.block_size) == (3, 768)
+    assert EngineConfig.of(context_parallel_size=None) == EngineConfig.of()
+    assert EngineConfig.of(context_parallel_size=1).cache.block_size == 32
+    assert EngineConfig.of(context_parallel_size=3, block_size=768) == asked
+    with pytest.raises(ConfigError, match="context_parallel_size is of prompts and answers"):
+        EngineConfig.of(prefill_context_parallel_size=2)
+
+
 def test_processes_that_share_a_model() -> None:
     assert EngineConfig.of(tensor_parallel_size=2).parallel.tensor_parallel_size == 2
     assert EngineConfig.of(tensor_parallel_size=None) == EngineConfig.of()

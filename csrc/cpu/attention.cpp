@@ -8,80 +8,10 @@
 // threads; the order of additions stays the same. Keys and values of one byte or less are widened to
 // bfloat16, 32 positions at a time, where they are multiplied; the scales of int8 go into the scores
 // and the weights, those of int4 into what is widened.
-#include "attention_flow.h"
-#include "linear.h"
-#include "span.h"
+#include "attention_tasks.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
-
-// A task of more rows reads keys and values less often; but there should be so many for each thread.
-constexpr int64_t kTasks = 8;
-constexpr int64_t kParallelWork = 128 * 1024;  // below it, a second thread costs more than it saves
-
-// Join what rows have of a span into what they had of those before.
-void join(const Part& total, const Part& span, int64_t rows, int64_t padded_dim) {
-  for (int64_t first = 0; first < rows; first += 16) {
-    const F16 a = load(total.top + first), b = load(span.top + first), top = max(a, b);
-    float highest[16], keeps[16], adds[16];
-    store(highest, top);
-    store(keeps, exp(a - top));
-    store(adds, exp(b - top));
-    for (int64_t i = 0; i < 16 && first + i < rows; i++) {
-      const int64_t r = first + i;
-      if (span.top[r] == kMinusInfinity) continue;
-      float* to = total.values + r * padded_dim;
-      const float* from = span.values + r * padded_dim;
-      if (total.top[r] == kMinusInfinity) {
-        total.top[r] = span.top[r];
-        total.sum[r] = span.sum[r];
-        __builtin_memcpy(to, from, static_cast<size_t>(padded_dim) * sizeof(float));
-        continue;
-      }
-      const F16 keep = set1(keeps[i]), add = set1(adds[i]);
-      total.top[r] = highest[i];
-      total.sum[r] = total.sum[r] * keeps[i] + span.sum[r] * adds[i];
-      for (int64_t j = 0; j < padded_dim; j += 16)
-        store(to + j, load(to + j) * keep + load(from + j) * add);
-    }
-  }
-}
-
-// Divide by the sum, let the sink take its part, and store the row.
-template <typename T>
-void finish_row(const AttentionArgs& a, int64_t token, int64_t head, float top, float sum,
-                float* values) {
-  if (top == kMinusInfinity) {  // all scores are −∞
-    sum = 0.0f;
-    __builtin_memset(values, 0, static_cast<size_t>(a.padded_values) * sizeof(float));
-  }
-  F16 scale = set1(1.0f);
-  if (a.sinks) {
-    const float sink = a.sinks[head];
-    const float highest = top > sink ? top : sink;
-    float lanes[16];
-    scale = exp(set1(top - highest));
-    store(lanes, set1(sum) * scale + exp(set1(sink - highest)));
-    sum = lanes[0];
-  }
-  T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.value_dim;
-  for (int64_t j = 0; j < a.value_dim; j += 16)
-    store_some(out + j, load(values + j) * scale / set1(sum),
-               a.value_dim - j < 16 ? static_cast<int>(a.value_dim - j) : 16);
-}
-
-template <typename T>
-void finish(const AttentionArgs& a, const Task& t, int64_t group, const Part& total) {
-  int64_t token = a.query_start[t.sequence] + t.first_row / group, head = t.first_row % group;
-  for (int64_t r = 0; r < t.rows; r++) {
-    finish_row<T>(a, token, t.kv_head * group + head, total.top[r], total.sum[r],
-                  total.values + r * a.padded_values);
-    if (++head == group) {
-      head = 0;
-      token++;
-    }
-  }
-}
 
 // Fills `tasks`, of up to `most` rows, where given; returns their number, and how many spans all have.
 int64_t list_tasks(const AttentionArgs& a, int64_t group, int64_t most, Task* tasks,
@@ -104,34 +34,6 @@ int64_t list_tasks(const AttentionArgs& a, int64_t group, int64_t most, Task* ta
       }
   }
   return count;
-}
-
-// Multiplications by keys, about.
-int64_t work(const AttentionArgs& a) {
-  int64_t pairs = 0;
-  for (int64_t b = 0; b < a.sequences; b++)
-    pairs += static_cast<int64_t>(a.query_start[b + 1] - a.query_start[b]) * a.context_len[b];
-  return pairs * a.heads * a.padded_dim;
-}
-
-// Whether tasks of many rows flow.
-template <typename T>
-bool flows(const AttentionArgs& a) {
-  return kTiles && sizeof(T) == 2 && a.padded_dim % kGroup == 0 && !a.recent.slots && !a.latent;
-}
-
-// body(what does a task). Few rows, that wait for memory, take it span by span.
-template <typename T, typename S, typename Body>
-void with_work(const AttentionArgs& a, const Task& t, int64_t group, Body body) {
-#if defined(PENSTOCK_TILES)
-  if constexpr (sizeof(T) == 2)
-    if (flows<T>(a) && t.rows > kTileRows) {
-      Flow<S> work(a, t, group);
-      return body(work);
-    }
-#endif
-  SpanWork<T, S> work(a, t, group);
-  body(work);
 }
 
 // The same of the sinks.
@@ -233,17 +135,7 @@ void run(const AttentionArgs& a) {
 }  // namespace
 
 void attention(const AttentionArgs& a) {
-  if (a.dtype == DType::f32) return run<float, float>(a);
-  switch (a.stored) {
-    case Stored::same:
-      return run<bf16, bf16>(a);
-    case Stored::int8:
-      return run<bf16, int8_t>(a);
-    case Stored::fp8:
-      return run<bf16, fp8>(a);
-    case Stored::int4:
-      return run<bf16, nibbles>(a);
-  }
+  with_types(a, [&]<typename T, typename S>() { run<T, S>(a); });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

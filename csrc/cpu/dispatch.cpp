@@ -32,6 +32,7 @@ namespace penstock {
   void turn(const TurnArgs&);                     \
   void latent_cache(const LatentCacheArgs&);      \
   void attention(const AttentionArgs&);           \
+  void ring_attention(const RingArgs&);           \
   void argmax(const ArgmaxArgs&);                 \
   void mask(const MaskArgs&);                     \
   void top_k(const TopKArgs&);                    \
@@ -81,7 +82,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
    isa::scaled_add, isa::gate_rows, isa::route, isa::combine, isa::softcap, isa::gate, isa::rotary_cache, isa::turn, \
-   isa::latent_cache, tiles::attention, isa::argmax, isa::mask, \
+   isa::latent_cache, tiles::attention, tiles::ring_attention, isa::argmax, isa::mask, \
    isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
    isa::uniforms, isa::pack, isa::quantize, isa::rotate}
 

@@ -21,6 +21,8 @@ struct Held {
   int64_t adapters = INT64_MAX;        // of every product that has some
   int64_t kept_rows = INT64_MAX;       // of the stores that rows are kept in
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
+  int64_t ranks = 1, rank = 0;         // that have a part each of every block, and rows of a step (ring.h)
+  bool shares_rows = false;
   Recent recent = {};                  // of every cache, or none: its places are the same
   struct Part {  // of a cache's blocks
     char* data;
@@ -41,6 +43,15 @@ struct Held {
     recent = its_recent;
     blocks = its_blocks;
     block_size = its_size;
+  }
+
+  // The program is this rank's of so many.
+  void share_rows(int64_t its_rank, int64_t its_ranks) {
+    STD_TORCH_CHECK(!shares_rows || (rank == its_rank && ranks == its_ranks),
+                    "A program is one rank's of one number of them");
+    shares_rows = true;
+    rank = its_rank;
+    ranks = its_ranks;
   }
 
   // What of a cache is copied with its blocks; null: nothing.
@@ -102,6 +113,10 @@ struct Held {
     program.add({args, static_cast<int>(x), static_cast<int>(y), ids});
   }
 };
+
+// Where ranks have some rows each: all of them, and who has which (shim_ring.cpp).
+void take_shared_rows(StepArrays& step, const Held& held, const Optional& all_positions,
+                      const Optional& rows);
 
 // The program of that number. Throws where there is none.
 std::shared_ptr<Held> held(int64_t id);

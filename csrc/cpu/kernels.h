@@ -273,7 +273,10 @@ struct AttentionArgs {
   const int32_t* context_len;
   const int32_t* block_table;
   int64_t table_stride;
-  void* out;  // [tokens, heads · value_dim] contiguous
+  int64_t table_tokens;  // of an entry: block_size, or more where ranks share blocks (ring.h)
+  void* out;             // [tokens, heads · value_dim] contiguous
+  int64_t first_query;   // the token whose query is q's first
+  int64_t first_token;   // the one whose row is out's first
   int64_t sequences, heads, kv_heads, dim, padded_dim, blocks, block_size;
   int64_t value_dim, padded_values;  // dim and padded_dim, but for latents
   bool latent;  // values are the first value_dim of keys, and there is no value_cache (latent.h)
@@ -442,6 +445,8 @@ struct TurnArgs;
 struct LatentCacheArgs;
 
 // One table for each instruction set.
+struct RingArgs;  // ring.h
+
 struct Kernels {
   const char* name;
   void (*linear)(const LinearArgs&);
@@ -458,6 +463,7 @@ struct Kernels {
   void (*turn)(const TurnArgs&);
   void (*latent_cache)(const LatentCacheArgs&);
   void (*attention)(const AttentionArgs&);
+  void (*ring_attention)(const RingArgs&);
   void (*argmax)(const ArgmaxArgs&);
   void (*mask)(const MaskArgs&);
   void (*top_k)(const TopKArgs&);
@@ -477,7 +483,7 @@ const Kernels& kernels();
 // Memory that a thread keeps for `purpose` until it ends, at least `bytes` long, 64-byte aligned.
 enum class Scratch : int {
   rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, columns, largest,
-  places, picked, hidden, change, routed, products, found, count
+  places, picked, hidden, change, routed, products, found, all_rows, queries, carried, count
 };
 void* scratch(Scratch purpose, size_t bytes);
 

@@ -36,6 +36,9 @@ void call(const HeadsArgs& a) { head_linear(a); }
 void call(const GatherEmbeddingArgs& a) { gather_embedding(a); }
 void call(const PassArgs& a) { pass(a); }
 void call(const ForeignRowsArgs& a) { foreign_rows(a); }
+void call(const RingArgs& a) { ring_attention(a); }
+void call(const RingLatentsArgs& a) { ring_latents(a); }
+void call(const GatherRowsArgs& a) { gather_rows(a); }
 void call(const RowsArgs& a) {
   for (int64_t row = 0; row < a.rows; row++)
     if (!a.wanted || a.wanted[row] != 0)
@@ -180,6 +183,18 @@ void* Program::data(int value, const Output& output) const {
   return buffers_[static_cast<size_t>(buffer_of_[static_cast<size_t>(value)])].data.get();
 }
 
+namespace {
+
+void take_sequences(AttentionArgs& a, const StepArrays& step) {
+  a.query_start = step.query_start;
+  a.context_len = step.context_len;
+  a.block_table = step.block_table;
+  a.table_stride = step.table_stride;
+  a.sequences = step.sequences;
+}
+
+}  // namespace
+
 template <typename Args>
 void Program::bind(Args& a, const Node& node, const StepArrays& step, const Output& output) {
   void* y = data(node.y, output);
@@ -290,6 +305,32 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.x = x;
     a.y = y;
     a.rows = rows;
+  } else if constexpr (std::is_same_v<Args, RingArgs>) {
+    a.qkv = x;
+    a.qkv_stride = stride;
+    a.rows = step.rows;
+    a.total = step.total;
+    a.turned.positions = step.all_positions;
+    a.turned.slots = step.slots;
+    a.turned.copies = step.copies;
+    a.turned.copied = step.copied;
+    take_sequences(a.attention, step);
+    a.out = y;
+  } else if constexpr (std::is_same_v<Args, RingLatentsArgs>) {
+    a.kv = y;  // which nobody writes
+    a.kv_stride = out.columns;
+    a.rows = step.rows;
+    a.total = step.total;
+    a.kept.angles.positions = step.all_positions;
+    a.kept.slots = step.slots;
+    a.kept.copies = step.copies;
+    a.kept.copied = step.copied;
+  } else if constexpr (std::is_same_v<Args, GatherRowsArgs>) {
+    a.rows = step.rows;
+    a.wanted = step.sample_at;
+    a.count = step.sampled;
+    a.x = x;
+    a.y = y;
   } else if constexpr (std::is_same_v<Args, PassArgs>) {
     const int from = a.gives ? node.x : node.y;
     a.rows = data(from, output);
@@ -304,11 +345,7 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
   } else {
     static_assert(std::is_same_v<Args, AttentionArgs>);
     a.q = x;
-    a.query_start = step.query_start;
-    a.context_len = step.context_len;
-    a.block_table = step.block_table;
-    a.table_stride = step.table_stride;
-    a.sequences = step.sequences;
+    take_sequences(a, step);
     a.out = y;
   }
 }

@@ -13,7 +13,7 @@
 #include "foreign.h"
 #include "latent.h"
 #include "mixture.h"
-#include "ranks.h"
+#include "ring.h"
 
 namespace penstock {
 
@@ -29,6 +29,11 @@ struct StepArrays {
   const int32_t* copies;    // [copied, 2]
   const int32_t* adapters;  // [count]; null: no row has one
   int64_t table_stride, count, sequences, sampled, copied;
+  // Where ranks have some rows each (ring.h): those arrays are this one's tokens and positions, and else
+  // of all rows.
+  const int32_t* rows;           // [ranks + 1]
+  const int32_t* all_positions;  // [total]
+  int64_t total;                 // of slots: count, but there
 };
 
 // Which of a step's arrays an embedding looks up.
@@ -59,7 +64,7 @@ class Program {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
                  ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
                  RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs, PassArgs,
-                 ForeignRowsArgs>
+                 ForeignRowsArgs, RingArgs, RingLatentsArgs, GatherRowsArgs>
         args;
     int x, y;
     Ids ids;

@@ -114,6 +114,9 @@ Meeting meeting_of(const Tensor& meeting, int64_t rank, int64_t size);
 // Of as many ranks as they say.
 const int32_t* bounds_of(const Tensor& bounds);
 void check_room(const Meeting& at, int64_t row_bytes);
+// [ranks + 1] int32, which rank has which of `total` rows; `rank` has `own`.
+const int32_t* shared_rows(const Tensor& rows, int64_t rank, int64_t ranks, int64_t own,
+                           int64_t total);
 
 // ── shim_experts.cpp ─────────────────────────────────────────────────────────────────────────
 

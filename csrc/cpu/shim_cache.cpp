@@ -268,6 +268,7 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
   take_shape(cache_shape(cache, a.dtype, a.dim), a);
   STD_TORCH_CHECK(a.heads % a.kv_heads == 0, "paged_attention: ", a.heads,
                   " heads aren't a multiple of ", a.kv_heads, " key-value heads");
+  a.table_tokens = a.block_size;
   a.key_cache = cache.keys.data_ptr();
   a.value_cache = cache.values.data_ptr();
   a.value_dim = a.dim;

@@ -162,6 +162,7 @@ AttentionArgs latent_attention_args(DType dtype, int64_t heads, int64_t dim, con
   a.latent = true;
   a.blocks = s.blocks;
   a.block_size = s.block_size;
+  a.table_tokens = s.block_size;
   a.pitch = s.pitch;
   a.key_cache = cache.data_ptr();
   a.stored = Stored::same;

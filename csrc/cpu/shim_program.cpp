@@ -370,8 +370,8 @@ Program::Output output_of(const Program& program, const Tensor& out, int64_t row
 
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
-                 const Tensor& sample_at, Optional copies, Optional adapters, const Tensor& out,
-                 Optional times) {
+                 const Tensor& sample_at, Optional copies, Optional adapters, Optional all_positions,
+                 Optional rows, const Tensor& out, Optional times) {
   const auto p = held(id);
   Program& program = p->program;
   STD_TORCH_CHECK(program.logits() >= 0, "Program ", id, " isn't finished");
@@ -384,7 +384,8 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   step.sampled = sample_at.numel();
   step.tokens = integers(tokens, step.count, "tokens");
   step.positions = integers(positions, step.count, "positions");
-  step.slots = integers(slots, step.count, "slots");
+  take_shared_rows(step, *p, all_positions, rows);
+  step.slots = integers(slots, step.total, "slots");
   step.sample_at = integers(sample_at, step.sampled, "sample_at");
   const Sequences s = sequences_of(query_start, context_len, block_table);
   step.query_start = s.query_start;
@@ -393,15 +394,15 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   step.table_stride = s.table_stride;
   step.sequences = s.count;
   check_ids(step.tokens, step.count, p->tokens, "token");
-  check_ids(step.sample_at, step.sampled, step.count, "row");
-  check_places(step.positions, step.slots, step.count, p->positions,
+  check_ids(step.sample_at, step.sampled, step.total, "row");
+  check_places(step.all_positions, step.slots, step.total, p->positions,
                p->block_size > 0 ? p->blocks * p->block_size : INT64_MAX);
   if (p->block_size > 0) {
-    check_sequences(s, step.count, p->blocks, p->block_size);
-    check_recent(p->recent, step.slots, step.count, p->block_size);
+    check_sequences(s, step.total, p->blocks, p->block_size * p->ranks);
+    check_recent(p->recent, step.slots, step.total, p->block_size);
     check_recent(p->recent, s, p->block_size);
   }
-  step.copied = check_copies(copies, step.count, p->blocks * p->block_size);
+  step.copied = check_copies(copies, step.total, p->blocks * p->block_size);
   STD_TORCH_CHECK(step.copied == 0 || !p->recent.slots, "There are no copies beside a window");
   if (step.copied > 0) step.copies = static_cast<const int32_t*>(copies->data_ptr());
   if (adapters) step.adapters = check_adapters(*adapters, step.count, p->adapters);
@@ -472,7 +473,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
-      "Tensor? copies, Tensor? adapters, Tensor(a!) out, Tensor? times) -> ()");
+      "Tensor? copies, Tensor? adapters, Tensor? all_positions, Tensor? rows, Tensor(a!) out, "
+      "Tensor? times) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {

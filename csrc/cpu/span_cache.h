@@ -45,7 +45,7 @@ static Visible visible(const AttentionArgs& a, int64_t sequence, int64_t at) {
 template <typename T>
 const T* query_at(const AttentionArgs& a, int64_t token, int64_t head) {
   const int64_t heads = a.sink_tokens > 0 ? 2 * a.heads : a.heads;
-  return static_cast<const T*>(a.q) + (token * heads + (a.at_sinks ? a.heads : 0) + head) * a.dim;
+  return static_cast<const T*>(a.q) + ((token - a.first_query) * heads + (a.at_sinks ? a.heads : 0) + head) * a.dim;
 }
 
 // Asks for a span's blocks, a line of each in turn: of blocks of 4 KB here and there, memory gives one
@@ -253,7 +253,7 @@ class CacheWork {
 
  private:
   int64_t index(const Task& t, int64_t position) const {
-    return a_.block_table[t.sequence * a_.table_stride + position / a_.block_size];
+    return a_.block_table[t.sequence * a_.table_stride + position / a_.table_tokens];
   }
   // Those of this head's block, which has `count` of them.
   const uint16_t* scales_of(const Scales& scale, int64_t position, int64_t count) const {

@@ -77,4 +77,17 @@ class AdaptedStep(Step):
     adapters: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class RingStep(Step):
+    """One rank's part of a step, where ranks have some rows of it and some of its keys and values.
+
+    Its tokens and positions are its own rows; everything else is of all T rows. A slot is negative
+    where another rank keeps the key and value. `ops.ring` says who keeps which.
+    """
+
+    all_positions: Tensor  # [T] int32
+    rows: Tensor  # [R + 1] int32: rank r computes rows[r]:rows[r + 1]
+    copies: Tensor | None = None
+
+
 torch.export.register_dataclass(Step, serialized_type_name="penstock.Step")

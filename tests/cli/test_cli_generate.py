@@ -37,6 +37,19 @@ def test_stdout_is_the_text(penstock: Run, base_model: Path) -> None:
     assert result.stderr == ""
 
 
+def test_ranks_that_share_the_text(penstock: Run, base_model: Path) -> None:
+    greedy = ("generate", base_model, "-p", "hello", "--temperature", 0, "--max-tokens", 20)
+    alone, *shared = (
+        penstock(*greedy, *option) for option in ((), ("-cp", 2), ("--context-parallel-size", 2))
+    )
+    assert all(each.stdout == alone.stdout and each.exit_code == 0 for each in shared)
+    refused = penstock(*greedy, "-cp", 2, "-tp", 2)
+    assert refused.exit_code == 1
+    assert "isn't built: ranks share the tokens of a sequence or the weights" in " ".join(
+        refused.stderr.split()
+    )
+
+
 @pytest.mark.skipif(not (SHARED / "hf").exists(), reason=f"{SHARED} isn't on this machine")
 def test_a_real_model(penstock: Run) -> None:
     expected = (SHARED / "expected_greedy_200steps.txt").read_text()

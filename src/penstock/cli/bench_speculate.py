@@ -121,7 +121,8 @@ def speculate(
     if placed.is_divided:
         raise ConfigError(
             "penstock bench speculate looks into one process's cache and times its passes: leave "
-            "--tensor-parallel-size, --pipeline-parallel-size and --stage out."
+            "--tensor-parallel-size, --pipeline-parallel-size, --context-parallel-size and --stage "
+            "out."
         )
     workloads = built_in() if prompts is None else [read_prompts(prompts)]
     config = options.config(

@@ -90,6 +90,17 @@ PipelineParallelSize = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+ContextParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        "--context-parallel-size",
+        "-cp",
+        metavar="N",
+        help="On a CPU: N processes have all weights each, and some tokens of every sequence, for "
+        "long prompts (docs/parallel.md). Default: 1.",
+        rich_help_panel=_PANEL,
+    ),
+]
 StageAddresses = Annotated[
     list[str] | None,
     typer.Option(
@@ -133,6 +144,7 @@ class Placed:
     nvtx: Nvtx = False
     tensor_parallel_size: TensorParallelSize = None
     pipeline_parallel_size: PipelineParallelSize = None
+    context_parallel_size: ContextParallelSize = None
     stage_addresses: StageAddresses = None
     enable_expert_parallel: EnableExpertParallel = False
 
@@ -144,7 +156,12 @@ class Placed:
     @property
     def is_divided(self) -> bool:
         """Whether several processes share the model."""
-        return (self.tensor_parallel_size or 1) > 1 or self.has_stages
+        return (self.tensor_parallel_size or 1) > 1 or self.has_stages or self.shares_context
+
+    @property
+    def shares_context(self) -> bool:
+        """Whether several processes have some tokens each."""
+        return (self.context_parallel_size or 1) > 1
 
     @property
     def among(self) -> str:
@@ -152,6 +169,8 @@ class Placed:
         found = "" if self.tensor_parallel_size is None else f" -tp {self.tensor_parallel_size}"
         if self.pipeline_parallel_size is not None:
             found += f" -pp {self.pipeline_parallel_size}"
+        if self.context_parallel_size is not None:
+            found += f" -cp {self.context_parallel_size}"
         if self.enable_expert_parallel:
             found += " --enable-expert-parallel"
         return found + "".join(f" --stage {address}" for address in self.stage_addresses or ())
@@ -166,6 +185,7 @@ class Placed:
             nvtx=self.nvtx or None,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            context_parallel_size=self.context_parallel_size,
             stage_addresses=self.stage_addresses or None,
             enable_expert_parallel=self.enable_expert_parallel or None,
             load_format=None if self.load_format == "auto" else self.load_format,

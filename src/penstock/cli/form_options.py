@@ -12,6 +12,7 @@ import typer
 from penstock.cli.device_options import (
     AsyncScheduling,
     Compilation,
+    ContextParallelSize,
     Deterministic,
     Device,
     EnableExpertParallel,
@@ -105,6 +106,7 @@ class Loaded:
     nvtx: Nvtx = False
     tensor_parallel_size: TensorParallelSize = None
     pipeline_parallel_size: PipelineParallelSize = None
+    context_parallel_size: ContextParallelSize = None
     stage_addresses: StageAddresses = None
     enable_expert_parallel: EnableExpertParallel = False
     lora: Lora = None
@@ -136,6 +138,7 @@ class Loaded:
             self.nvtx,
             self.tensor_parallel_size,
             self.pipeline_parallel_size,
+            self.context_parallel_size,
             self.stage_addresses,
             self.enable_expert_parallel,
         ).chosen()

@@ -67,6 +67,11 @@ def profile(
             "penstock profile times the operators of one process, and stages have them in several: "
             "leave --pipeline-parallel-size and --stage out."
         )
+    if placed.shares_context:
+        raise ConfigError(
+            "penstock profile times the operators of one process beside the floor of a whole step, "
+            "of which others compute some rows: leave --context-parallel-size out."
+        )
     output_len = steps + WARM_UP_STEPS + 1
     if prompt_len is None:
         prompt_len = max(1, min(512, longest(model) - output_len))

@@ -26,12 +26,16 @@ _NOTHING: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_cpu_loras": ((None,), "adapters lie in the memory that they run from: max_loras"),
     "fully_sharded_loras": ((None, False), "adapters and tensor_parallel_size don't go together"),
     "lora_dtype": ((None, "auto"), "adapters are what the model computes in"),
+    "prefill_context_parallel_size": ((None, 1), "context_parallel_size is of prompts and answers"),
+    "decode_context_parallel_size": ((None, 1), "context_parallel_size is of prompts and answers"),
     "disable_log_stats": ((None, True), "nothing is logged of each step; stats() has it"),
 }
 """vLLM's arguments of which Penstock has but one choice: values that ask for it, and why."""
 
 
-_FOR_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "stage_addresses")
+_FOR_ONE = (
+    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "stage_addresses",
+)  # fmt: skip
 """Of which None is some callers' word for one process."""
 
 
@@ -69,6 +73,23 @@ class EngineConfig:
         suggested = replace(self, scheduler=replace(self.scheduler, **scheduler))
         suggested.check_together()
         return suggested
+
+    def _check_shared_context(self) -> None:
+        """Raises ConfigError for what isn't built where ranks share the tokens of sequences."""
+        if self.parallel.context_parallel_size == 1:
+            return
+        if self.cache.layout == "linear" or self.model.max_attention_window is not None:
+            what = "layout='linear'" if self.cache.layout == "linear" else "a max_attention_window"
+            raise ConfigError(
+                f"{self.parallel.described} isn't built together with {what}. Leave one of them "
+                "out."
+            )
+        if self.cache.block_size != self.parallel.block_size and "block_size" in self.given:
+            raise ConfigError(
+                f"{self.parallel.described} has blocks of {self.parallel.block_size} tokens, of "
+                f"which each rank keeps 256, so block_size={self.cache.block_size} can't take "
+                "effect. Leave it out."
+            )
 
     def _check_beside_window(self, method: str | None) -> None:
         """Raises ConfigError for what isn't built where texts are longer than what is seen."""
@@ -121,6 +142,9 @@ class EngineConfig:
             given=frozenset(name for part in chosen.values() for name in part),
         )
         config.check_together()
+        whole = config.parallel.block_size
+        if whole is not None:
+            config = replace(config, cache=replace(config.cache, block_size=whole))
         return config
 
     def differs_before_engine(self) -> bool:
@@ -157,6 +181,7 @@ class EngineConfig:
                 "load_format='dummy'": self.model.load_format == "dummy",
             }
         )
+        self._check_shared_context()
         if self.model.max_attention_window is not None:
             self._check_beside_window(method)
         asked = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)

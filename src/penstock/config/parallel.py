@@ -9,6 +9,9 @@ from penstock.errors import ConfigError
 
 MOST_RANKS = 64
 
+SPAN_TOKENS = 256
+"""Of a sequence, that one rank keeps where ranks share its tokens: what attention takes at once."""
+
 _GUESSING = ("self", "medusa", "eagle", "eagle3")
 """Methods of guessing that read a model's own layers, of which a rank has a part."""
 
@@ -19,13 +22,15 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1  # each has so much of every matrix and of the cache
     pipeline_parallel_size: int = 1  # stages of so many each, which have some of the layers
+    context_parallel_size: int = 1  # each has all weights, and some tokens of every sequence
     enable_expert_parallel: bool = False  # of mixtures each has some experts instead
     stage_addresses: tuple[str, ...] = ()  # where stages after the first wait, on other machines
 
     def __post_init__(self) -> None:
-        positive(self, "tensor_parallel_size", "pipeline_parallel_size")
+        positive(self, "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
         flags(self, "enable_expert_parallel")
         self._check_addresses()
+        self._check_context()
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "enable_expert_parallel has no effect without a tensor_parallel_size above 1: that "
@@ -45,6 +50,14 @@ class ParallelConfig:
         if self.size > 1 and first is not None:
             raise ConfigError(
                 f"{self.described} isn't built together with {first}. Leave one of them out."
+            )
+
+    def _check_context(self) -> None:
+        divided = self.tensor_parallel_size * self.pipeline_parallel_size > 1
+        if self.context_parallel_size > 1 and divided:
+            raise ConfigError(
+                f"{self.described} isn't built: ranks share the tokens of a sequence or the "
+                "weights of a model. Leave context_parallel_size or the others out."
             )
 
     def _check_addresses(self) -> None:
@@ -72,7 +85,18 @@ class ParallelConfig:
     @property
     def size(self) -> int:
         """Processes, of all stages together."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.width * self.pipeline_parallel_size
+
+    @property
+    def width(self) -> int:
+        """Processes that compute the same layers together."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of a block of the cache; None: any."""
+        shared = self.context_parallel_size
+        return SPAN_TOKENS * shared if shared > 1 else None
 
     @property
     def described(self) -> str:
@@ -80,6 +104,7 @@ class ParallelConfig:
         asked = {
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
         }
         return " with ".join(f"{name}={size}" for name, size in asked.items() if size > 1)
 

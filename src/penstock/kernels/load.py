@@ -191,7 +191,7 @@ def _has_tiles() -> bool:
 
 def _code_of(name: str) -> str:
     """The instruction set of an operator's kernel: only products have their own beside vectors."""
-    if name not in ("linear", "linear_add_", "paged_attention"):
+    if name not in ("linear", "linear_add_", "paged_attention", "ring_attention"):
         return _vectors()
     if _has_tiles():
         return f"{native.isa} from {TILE_MIN_ROWS} rows (not of float32), else {_vectors()}"

@@ -22,7 +22,7 @@ from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
 from penstock.nn.parameters import Loadable
-from penstock.parallel import Ranks
+from penstock.parallel import Ranks, Ring
 from penstock.quant import PANELS, Storage, WeightFormats, formats_of
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Description:
     source: Source | None  # of the weights; None: they are random
     generation: dict[str, Any]  # generation_config.json's, or a file's own; of no weights: empty
 
-    def decoder(self, ranks: Ranks | None = None) -> Decoder:
+    def decoder(self, ranks: Ranks | Ring | None = None) -> Decoder:
         """The model without its weights; ranks: of processes that have a part of it each. Raises
         ConfigError where its tables don't fit.
         """
@@ -186,7 +186,7 @@ def load_model(
     progress: Progress | None = None,
     stored: Stored | None = None,
     device: torch.device = CPU,
-    ranks: Ranks | None = None,
+    ranks: Ranks | Ring | None = None,
     **asked: Unpack[Asked],
 ) -> LoadedModel:
     """Read the checkpoint in `folder`, or the GGUF file of that path.
@@ -317,6 +317,8 @@ def _check_memory(model: Decoder, found: Description, free: int) -> None:
     if model.is_shared_here:  # the first asks for all of them, which load at the same time
         need = weight_bytes(Decoder(found.spec.decoder, formats, found.dtype, 1))
         need *= model.is_first
+    elif model.copies_here > 1:
+        need *= model.copies_here * model.is_first
     if need <= free:
         return
     ways = ["free some memory", "use a smaller model"]

@@ -14,9 +14,9 @@ from penstock.nn.parameters import Loadable, Vector, as_float32, plain
 from penstock.nn.rope import RotaryTable
 from penstock.nn.shared import attends_apart, heads_of, own_attention, own_qkv
 from penstock.nn.spec import AttentionSpec, NormSpec
-from penstock.parallel import Gather, Part, Ranks
+from penstock.parallel import Gather, Part, Ranks, Ring
 from penstock.quant import Codes, WeightFormat
-from penstock.step import LayerCache, Step
+from penstock.step import LayerCache, RingStep, Step
 
 _BESIDE = (
     "key_scale",
@@ -99,6 +99,7 @@ class Attention(nn.Module):
                     "device='cpu'."
                 )
             self.bases = Bases(spec, kept)
+        self.ring: Ring | None = None
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, `out_dim`], for `out`; writes keys and values."""
@@ -106,6 +107,8 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """The same of queries, keys and values [T, `qkv_columns`], made by whoever."""
+        if self.ring is not None:
+            return self._attend_around(self.ring, qkv, step, cache)
         return self.see(self.turn(qkv, step, cache), step, cache)
 
     def turn(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
@@ -150,3 +153,38 @@ class Attention(nn.Module):
             sink_tokens=spec.sink_tokens,
         )
         return seen if self.gather is None else self.gather(seen)
+
+    def _attend_around(self, ring: Ring, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """The same of this rank's rows, where ranks share sequences."""
+        assert isinstance(step, RingStep)
+        spec = self.spec
+        key_cache, value_cache, *scales = cache
+        key_scale, value_scale = scales or (None, None)
+        return ops.ring_attention(
+            qkv,
+            spec.num_heads,
+            None if self.q_norm is None else self.q_norm.parameter("weight"),
+            None if self.k_norm is None else self.k_norm.parameter("weight"),
+            self.eps,
+            None if self.table is None else self.table.cos_sin,
+            self.table is not None and self.table.interleaved,
+            step.all_positions,
+            step.slots,
+            key_cache,
+            value_cache,
+            key_scale,
+            value_scale,
+            step.query_start,
+            step.context_len,
+            step.block_table,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            None if self.sinks is None else self.sinks.parameter("weight"),
+            step.copies,
+            ring.meeting,
+            step.rows,
+            ring.rank,
+            ring.size,
+            None if self.bases is None else self.bases.parameter("weight"),
+        )

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
+from penstock.nn.attention import Attention
 from penstock.nn.grid import GridTower
 from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
+from penstock.nn.mla import LatentAttention
 from penstock.nn.norm import Norm
 from penstock.nn.parameters import Loadable
 from penstock.nn.rope import RotaryTable
-from penstock.nn.shared import check_shareable, own_layers
+from penstock.nn.shared import check_shareable, own_layers, row_worth
 from penstock.nn.spec import DecoderSpec, GridSpec, LayerSpec, RopeSpec, VisionSpec
 from penstock.nn.vision import VisionTower
-from penstock.parallel import Part, Ranks, Stage
+from penstock.parallel import Part, Ranks, Ring, Stage
 from penstock.quant import Dense, Storage, WeightFormats
-from penstock.step import KV, Step
+from penstock.step import KV, RingStep, Step
 
 MATRICES = {
     "qkv": "attention.qkv",
@@ -106,19 +108,24 @@ class Decoder(nn.Module):
         formats: WeightFormats,
         dtype: torch.dtype,
         max_len: int | None = None,
-        ranks: Ranks | None = None,
+        ranks: Ranks | Ring | None = None,
     ) -> None:
         """ranks: of processes that compute each step together, of which this is one; the first is
-        given the logits. Where they are a stage of several, it has some of the layers. Raises
-        UnsupportedModelError for what they can't share.
+        given the logits. Where they are a stage of several, it has some of the layers; where they
+        share sequences, all weights. Raises UnsupportedModelError for what they can't share.
         """
         super().__init__()
         self.stage: Stage | None = None
+        self.ring: Ring | None = None
         if ranks is not None:
-            check_shareable(spec, ranks)
+            check_shareable(spec, ranks, max_len or spec.max_position)
+        if isinstance(ranks, Ring):
+            self.ring, ranks = ranks, None
+        elif ranks is not None:
             self.stage = ranks.stage
             ranks = ranks if ranks.size > 1 else None
         self.spec = spec
+        self._row_worth = row_worth(spec)
         self.formats = formats
         self.dtype = dtype
         self.ranks = ranks
@@ -166,6 +173,16 @@ class Decoder(nn.Module):
         if self.stage is not None:
             self.own = self.stage.layers(len(spec.layers))
             self._leave_to_others(self.stage)
+        if self.ring is not None:
+            self._join(self.ring)
+
+    def _join(self, ring: Ring) -> None:
+        """Share sequences; what comes after the layers is the first rank's."""
+        for module in self.modules():
+            if isinstance(module, Attention | LatentAttention):
+                module.ring = ring
+        if ring.rank > 0:
+            self._leave([self.norm, *([] if self.spec.tied else [self.head])])
 
     def _leave_to_others(self, stage: Stage) -> None:
         """Nothing is loaded for what other stages have."""
@@ -178,6 +195,10 @@ class Decoder(nn.Module):
             theirs.append(self.norm)
         if not stage.is_last and not (stage.is_first and self.spec.tied):
             theirs.append(self.head)
+        self._leave(theirs)
+
+    def _leave(self, theirs: Iterable[nn.Module]) -> None:
+        """Load nothing for these."""
         for one in theirs:
             for module in one.modules():
                 if isinstance(module, Loadable):
@@ -189,9 +210,15 @@ class Decoder(nn.Module):
         return self.ranks is not None or (self.stage is not None and not self.stage.is_away)
 
     @property
+    def copies_here(self) -> int:
+        """How many processes of this machine have all of it."""
+        return 1 if self.ring is None else self.ring.size
+
+    @property
     def is_first(self) -> bool:
-        """Whether this process is the first of those that have parts of it."""
-        first = self.ranks is None or self.ranks.rank == 0
+        """Whether this process is the first of those that have parts of it, or all."""
+        among = self.ring or self.ranks
+        first = among is None or among.rank == 0
         return first and (self.stage is None or self.stage.is_first)
 
     @property
@@ -237,15 +264,38 @@ class Decoder(nn.Module):
 
     def logits(self, step: Step, residual: Tensor) -> Tensor:
         """The final norm and the head of the rows `step.sample_at` of a residual stream; of a stage
-        that isn't the last, [S, 0]: the stream goes on to the next.
+        that isn't the last, [S, 0]: the stream goes on to the next. So it is of ranks of a ring
+        that aren't the first.
         """
         if self.stage is not None and not self.stage.is_last:
             return ops.hand_on(residual, step.sample_at, self.stage.after)
-        sampled = ops.embedding(step.sample_at, residual, self.spec.hidden)  # these rows of it
+        sampled = self.sampled_rows(step, residual)
+        if not self.ends_here:
+            return sampled
         logits: Tensor = self.head(sampled, self.norm)
         if self.spec.final_softcap:
             ops.softcap_(logits, self.spec.final_softcap)
         return logits
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether this process has what comes after the layers."""
+        last = self.stage is None or self.stage.is_last
+        return last and (self.ring is None or self.ring.rank == 0)
+
+    def sampled_rows(self, step: Step, residual: Tensor) -> Tensor:
+        """The rows `step.sample_at` of a residual stream [S, D]; in a ring the first rank's."""
+        if self.ring is None:
+            return ops.embedding(step.sample_at, residual, self.spec.hidden)
+        assert isinstance(step, RingStep)
+        ring = self.ring
+        return ops.gather_rows(
+            residual, step.sample_at, ring.meeting, step.rows, ring.rank, ring.size
+        )
+
+    def own_part(self, step: Step) -> Step:
+        """What this process does of a step that others compute with it."""
+        return step if self.ring is None else self.ring.part(step, self._row_worth)
 
     def last_hidden_state(self) -> LastHiddenState:
         """This decoder with the final norm's rows instead of logits; they share all weights."""
@@ -284,8 +334,7 @@ class LastHiddenState(nn.Module):
         self.decoder = decoder
         self.widen: Linear | None = None
         hidden, dtype = decoder.spec.hidden, decoder.dtype
-        last = decoder.stage is None or decoder.stage.is_last
-        if dtype is not torch.float32 and last:
+        if dtype is not torch.float32 and decoder.ends_here:
             lies = decoder.head.weight_format.storage
             self.widen = Linear(hidden, hidden, False, Dense(dtype, lies), out_dtype=torch.float32)
             where = decoder.norm.parameter("weight").device
@@ -293,8 +342,8 @@ class LastHiddenState(nn.Module):
 
     def forward(self, step: Step, kv: KV) -> Tensor:
         decoder = self.decoder
-        if decoder.stage is not None and not decoder.stage.is_last:
+        if not decoder.ends_here:
             return decoder.logits(step, decoder.hidden_states(step, kv))
-        rows = ops.embedding(step.sample_at, decoder.hidden_states(step, kv), decoder.spec.hidden)
+        rows = decoder.sampled_rows(step, decoder.hidden_states(step, kv))
         found: Tensor = decoder.norm(rows) if self.widen is None else self.widen(rows, decoder.norm)
         return found

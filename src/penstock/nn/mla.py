@@ -15,9 +15,9 @@ from penstock.nn.parameters import Loadable, plain, room_for
 from penstock.nn.rope import RotaryTable
 from penstock.nn.shared import heads_of
 from penstock.nn.spec import AttentionSpec, LatentSpec, NormSpec
-from penstock.parallel import Gather, Part, Ranks
+from penstock.parallel import Gather, Part, Ranks, Ring
 from penstock.quant import Codes, Dense, WeightFormat
-from penstock.step import LayerCache, Step
+from penstock.step import LayerCache, RingStep, Step
 
 
 class HeadBanks(Loadable):
@@ -117,6 +117,7 @@ class LatentAttention(nn.Module):
         key_dim = spec.head_dim - spec.turning
         self.heads = HeadBanks(spec.num_heads, key_dim, latent, dtype, heads)
         self.out = Linear(spec.out_dim, hidden, spec.out_bias, formats["out"], part=out_part)
+        self.ring: Ring | None = None
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, H · V], for `out`; writes latents."""
@@ -129,13 +130,39 @@ class LatentAttention(nn.Module):
         turns = self.table.cos_sin, self.table.interleaved, step.positions
         spec = self.spec
         q = ops.mla_query(q, self.heads.parameter("key_up"), *turns, rank, spec.sink_reach)
-        norm, (latents,) = self.kv_norm, cache
-        eps, weight = norm.spec.eps, norm.parameter("weight")
-        ops.mla_cache(kv, weight, eps, *turns, step.slots, latents, copies=step.copies)
-        seen = ops.mla_attention(
-            q, latents, step.query_start, step.context_len, step.block_table, spec.scale, rank,
-            spec.window, spec.sink_tokens,
-        )  # fmt: skip
+        seen = (
+            self._see(q, kv, step, cache)
+            if self.ring is None
+            else self._see_around(self.ring, q, kv, step, cache)
+        )
         values = self.heads.parameter("value_up")
         found = ops.head_linear(seen, values, self.latent.value_dim)
         return found if self.gather is None else self.gather(found)
+
+    def _see(self, q: Tensor, kv: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """Weighted sums of latents [T, H · rank]; writes the latents of kv."""
+        spec, norm, (latents,) = self.spec, self.kv_norm, cache
+        turns = self.table.cos_sin, self.table.interleaved, step.positions
+        eps, weight = norm.spec.eps, norm.parameter("weight")
+        ops.mla_cache(kv, weight, eps, *turns, step.slots, latents, copies=step.copies)
+        return ops.mla_attention(
+            q, latents, step.query_start, step.context_len, step.block_table, spec.scale,
+            self.latent.rank, spec.window, spec.sink_tokens,
+        )  # fmt: skip
+
+    def _see_around(
+        self, ring: Ring, q: Tensor, kv: Tensor, step: Step, cache: LayerCache
+    ) -> Tensor:
+        """The same of this rank's rows, where ranks share sequences."""
+        assert isinstance(step, RingStep)
+        spec, norm, (latents,) = self.spec, self.kv_norm, cache
+        turns = self.table.cos_sin, self.table.interleaved, step.all_positions
+        eps, weight = norm.spec.eps, norm.parameter("weight")
+        ops.ring_mla_cache(
+            kv, weight, eps, *turns, step.slots, latents, step.copies, ring.meeting, step.rows,
+            ring.rank, ring.size,
+        )  # fmt: skip
+        return ops.ring_mla_attention(
+            q, latents, step.query_start, step.context_len, step.block_table, spec.scale,
+            self.latent.rank, spec.window, ring.meeting, step.rows, ring.rank, ring.size,
+        )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec
-from penstock.parallel import Part, Ranks, Share
+from penstock.parallel import Part, Ranks, Ring, Share
 
 
 def heads_of(spec: AttentionSpec, ranks: Ranks) -> tuple[Share, range]:
@@ -49,8 +49,25 @@ def own_qkv(spec: AttentionSpec, ranks: Ranks) -> Part:
     return Part(parts, q + k + v)
 
 
-def check_shareable(spec: DecoderSpec, ranks: Ranks) -> None:
+def row_worth(spec: DecoderSpec) -> int:
+    """How many positions a row may attend to for as many multiplications as its products take."""
+    products = seen = 0
+    for layer in spec.layers:
+        a, mlp, experts = layer.attention, layer.mlp, layer.mlp.experts
+        wide = mlp.intermediate
+        if experts is not None:
+            wide = experts.per_token * wide + experts.shared
+        heads = sum(a.qkv_columns) + a.out_dim
+        products += spec.hidden * (heads + (3 if mlp.gated else 2) * wide)
+        seen += 2 * a.num_heads * a.seen_dim
+    return products // seen
+
+
+def check_shareable(spec: DecoderSpec, ranks: Ranks | Ring, max_len: int) -> None:
     """Raises UnsupportedModelError for what ranks can't share, ConfigError for what isn't there."""
+    if isinstance(ranks, Ring):
+        _check_ring(spec, ranks, max_len)
+        return
     if ranks.whole_experts and not any(layer.mlp.experts for layer in spec.layers):
         raise ConfigError(
             "enable_expert_parallel has no effect on a model without experts. Leave it out."
@@ -59,4 +76,27 @@ def check_shareable(spec: DecoderSpec, ranks: Ranks) -> None:
         raise UnsupportedModelError(
             "A model that sees pictures can't be divided among processes: leave "
             "tensor_parallel_size and pipeline_parallel_size out."
+        )
+
+
+def _check_ring(spec: DecoderSpec, ring: Ring, max_len: int) -> None:
+    """Raises UnsupportedModelError for what can't be where ranks share sequences, ConfigError for
+    texts that are too long.
+    """
+    seen = [layer.attention for layer in spec.layers]
+    lacking = {
+        "A model that sees pictures": spec.vision is not None,
+        "Attention that isn't causal": not all(a.causal for a in seen),
+    }
+    for what, given in lacking.items():
+        if given:
+            raise UnsupportedModelError(
+                f"{what} isn't built for ranks that share a sequence's tokens: leave "
+                "context_parallel_size out."
+            )
+    most = min(ring.most_tokens(a.seen_dim) for a in seen)
+    if max_len > most:
+        raise ConfigError(
+            f"Ranks that share a sequence's tokens have room for {most:,} of them, but "
+            f"max_model_len is {max_len:,}: lower it, or leave context_parallel_size out."
         )

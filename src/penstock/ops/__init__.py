@@ -28,6 +28,8 @@ from penstock.ops.quantize import quantize_int4, quantize_int8
 from penstock.ops.ranks import gather_columns, gather_embedding
 from penstock.ops.records import pack_records
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
+from penstock.ops.ring import gather_rows, ring_attention
+from penstock.ops.ring_mla import ring_mla_attention, ring_mla_cache
 from penstock.ops.rotary_cache import rotary_cache
 from penstock.ops.rotate import rotate
 from penstock.ops.route import route, sort_tokens
@@ -57,6 +59,7 @@ __all__ = [
     "gate_rows_",
     "gather_columns",
     "gather_embedding",
+    "gather_rows",
     "grouped_linear",
     "hand_on",
     "has_native",
@@ -82,6 +85,9 @@ __all__ = [
     "place_rows_",
     "quantize_int4",
     "quantize_int8",
+    "ring_attention",
+    "ring_mla_attention",
+    "ring_mla_cache",
     "rms_norm",
     "rotary_cache",
     "rotate",

@@ -31,14 +31,15 @@ def _words(meeting: Tensor) -> Tensor:
     return meeting[:HEADER].view(torch.int32).view(-1, _LINE)
 
 
-def _place(meeting: Tensor, rank: int) -> Tensor:
+def place_of(meeting: Tensor, rank: int) -> Tensor:
     """The place that `rank`'s next meeting is about."""
     size = (len(meeting) - HEADER) // 2 // 64 * 64
     first = HEADER + size * (int(_words(meeting)[1 + rank, 0]) & 1)
     return meeting[first : first + size]
 
 
-def _meet(meeting: Tensor, rank: int, ranks: int) -> None:
+def meet(meeting: Tensor, rank: int, ranks: int) -> None:
+    """Wait for all ranks. Raises RuntimeError where one has gone."""
     words = _words(meeting)
     count = int(words[1 + rank : 2 + rank, 0] + 1)  # which may begin again from below
     words[1 + rank, 0] = count
@@ -48,7 +49,7 @@ def _meet(meeting: Tensor, rank: int, ranks: int) -> None:
         time.sleep(0)
 
 
-def _in_rounds(rows: int, row_bytes: int, meeting: Tensor) -> list[tuple[int, int]]:
+def in_rounds(rows: int, row_bytes: int, meeting: Tensor) -> list[tuple[int, int]]:
     """First and last row of each meeting that many rows need."""
     most = (len(meeting) - HEADER) // 2 // 64 * 64 // row_bytes
     if most == 0:
@@ -81,14 +82,14 @@ def gather_columns(
     ends = [int(b) for b in bounds]
     ranks, item, all_columns = len(ends) - 1, x.element_size(), ends[-1]
     y = x.new_empty((x.shape[0], all_columns))
-    for first, last in _in_rounds(x.shape[0], all_columns * item, meeting):
-        rows, place = last - first, _place(meeting, rank)
+    for first, last in in_rounds(x.shape[0], all_columns * item, meeting):
+        rows, place = last - first, place_of(meeting, rank)
         parts = [
             place[a * rows * item : b * rows * item].view(x.dtype).view(rows, b - a)
             for a, b in pairwise(ends)
         ]
         parts[rank].copy_(x[first:last])
-        _meet(meeting, rank, ranks)
+        meet(meeting, rank, ranks)
         if reader in (-1, rank):
             torch.cat(parts, 1, out=y[first:last])
     return y
@@ -138,12 +139,12 @@ def gather_embedding(
     like = embedding_like(tokens, weight, dim, scale, weight_scale, zero, levels, outer)
     y = torch.empty(like.shape, dtype=like.dtype)
     row_bytes = dim * y.element_size()
-    for first, last in _in_rounds(len(tokens), row_bytes, meeting):
-        place = _place(meeting, rank)[: (last - first) * row_bytes].view(y.dtype).view(-1, dim)
+    for first, last in in_rounds(len(tokens), row_bytes, meeting):
+        place = place_of(meeting, rank)[: (last - first) * row_bytes].view(y.dtype).view(-1, dim)
         ids = tokens[first:last]
         own = ((ids >= ends[rank]) & (ids < ends[rank + 1])).nonzero().squeeze(1)
         local = ids[own] - ends[rank]
         place[own] = embedding(local, weight, dim, scale, weight_scale, zero, levels, outer)
-        _meet(meeting, rank, len(ends) - 1)
+        meet(meeting, rank, len(ends) - 1)
         y[first:last] = place
     return y

@@ -9,7 +9,7 @@ from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
 from penstock.hardware import release_freed_memory
 from penstock.models.load import LoadedModel
-from penstock.parallel import Ranks
+from penstock.parallel import Ranks, Ring
 from penstock.runtime.device import CPU
 from penstock.runtime.forwards import forward_of
 from penstock.runtime.loader import load_weights_of, runner_over
@@ -35,10 +35,12 @@ class LoadedPart:
         """What runs its part of steps, over a new cache of so many blocks."""
         kv = self.layout.allocate(num_blocks)
         forward = forward_of(self.loaded.model, kv, self.config.model.enforce_eager)
-        return runner_over(forward, kv, self.layout)
+        model = self.loaded.model
+        part = None if model.ring is None else model.own_part
+        return runner_over(forward, kv, self.layout, part=part)
 
 
-def load_part(folder: Path, config: EngineConfig, ranks: Ranks) -> LoadedPart:
+def load_part(folder: Path, config: EngineConfig, ranks: Ranks | Ring) -> LoadedPart:
     """What this rank has of a folder's model; config: as the first rank runs it."""
     loaded = load_weights_of(folder, config.model, CPU, ranks=ranks)
     release_freed_memory()  # as packing leaves it

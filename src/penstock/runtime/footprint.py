@@ -120,6 +120,11 @@ def footprints(
     """
     check_device(config, device)
     check_divided(config, device)
+    if config.parallel.context_parallel_size > 1:
+        raise ConfigError(
+            f"What {config.parallel.described} takes isn't planned: each rank has what one process "
+            "has, but for its part of the cache. Leave it out."
+        )
     folder = resolve(config.model.model, config.model.revision)
     if is_engine(folder):
         raise ConfigError(

@@ -60,7 +60,7 @@ class HiddenRunner:
         with torch.inference_mode(), self._runner.computing(step):
             forward = self._forward if step.adapters is None else self._for_adapters()
             with self._runner.together(lambda team: team.step(step, Kind.HIDDEN)):
-                return forward(step, self._runner.kv)
+                return forward(self._runner.own_part(step), self._runner.kv)
 
     def _for_adapters(self) -> Forward:
         """The same for steps with adapters."""

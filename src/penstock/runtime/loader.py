@@ -24,7 +24,7 @@ from penstock.models.vision.cutters import GridCutter
 from penstock.models.vision.processor import open_pictures
 from penstock.models.weights import Progress
 from penstock.nn.spec import GridSpec
-from penstock.parallel import Ranks
+from penstock.parallel import Ranks, Ring
 from penstock.runtime.adapters import Adapters, check_foldless
 from penstock.runtime.beside import Opened, Opener, Placed, Target
 from penstock.runtime.companion import CompanionCache
@@ -50,7 +50,7 @@ from penstock.runtime.sizing import (
 from penstock.runtime.team import Team
 from penstock.runtime.vision import MOST_TOKENS, Sight, check_seeing
 from penstock.runtime.vocabulary import ReducedVocabulary
-from penstock.step import KV
+from penstock.step import KV, Step
 from penstock.tokenizer import Tokenizer, VocabMap
 from penstock.tokenizer.vocab_map import FILE
 
@@ -124,7 +124,7 @@ class Runtime:
         if self.team is None:
             return self.layout
         heads = tuple(layer.attention.cached for layer in self.model.spec.decoder.layers)
-        return replace(self.layout, heads=heads)
+        return replace(self.layout, heads=heads, ranks=1)
 
     @property
     def cache_bytes(self) -> int:
@@ -235,7 +235,10 @@ def _load(
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
     companions = _companions(placed)
     columns = loaded.spec.decoder.vocab_size
-    runner = runner_over(forward, kv, layout, vocabulary, None, companions, adapted, team, columns)
+    part = loaded.model.own_part if loaded.model.ring is not None else None
+    runner = runner_over(
+        forward, kv, layout, vocabulary, None, companions, adapted, team, columns, part
+    )
     disk = _disk(folder, config, loaded, layout, kv, opened, sight, device)
     return Runtime(
         loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight, team, disk
@@ -325,7 +328,7 @@ def load_weights_of(
     model: ModelConfig,
     device: Device,
     progress: Progress | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks | Ring | None = None,
 ) -> LoadedModel:
     """The model as `model` asks for it; ranks: the part of this one."""
     dummy = model.load_format == "dummy"
@@ -474,9 +477,12 @@ def runner_over(
     adapted: Forward | None = None,
     team: Team | None = None,
     columns: int = 0,
+    part: Callable[[Step], Step] | None = None,
 ) -> Runner:
     """What runs `forward` over the cache `kv` of that layout, beside other caches."""
     recent = None
     if layout.recent_window:
         recent = RecentBlocks(kv, layout.recent_window, layout.block_size)
-    return Runner(forward, kv, vocabulary, hidden_plan, recent, companions, adapted, team, columns)
+    return Runner(
+        forward, kv, vocabulary, hidden_plan, recent, companions, adapted, team, columns, part
+    )

@@ -18,7 +18,7 @@ from penstock import ops
 from penstock.errors import KernelError
 from penstock.ops.registry import NAMESPACE
 from penstock.runtime import compile_counter
-from penstock.step import KV, AdaptedStep, Step
+from penstock.step import KV, AdaptedStep, RingStep, Step
 
 PLAN_VERSION = 2
 """Of the form of a plan and the meaning of its operators' arguments."""
@@ -76,6 +76,11 @@ class Operator:
     def takes_rows(self) -> bool:
         """Whether it takes the sampled rows of a value."""
         return self.op == "embedding" and isinstance(self.arguments["weight"], Value)
+
+    @property
+    def samples(self) -> bool:
+        """Whether what it returns are the sampled rows."""
+        return self.takes_rows or self.op == "gather_rows"
 
     def weights(self) -> list[str]:
         """Names of the weights that it reads."""
@@ -159,7 +164,8 @@ def record(
     Raises KernelError when it calls anything but Penstock's operators.
     """
     compile_counter.note("program")
-    step = _blank_step(adapted)
+    shared = any(getattr(one, "ring", None) is not None for one in module.modules())
+    step = _blank_step(adapted, shared)
     with torch.inference_mode(), _Recorder(step, kv, names) as recorder:
         output = module(step, kv)
     plan = Plan(tuple(recorder.operators), recorder.value(output).number)
@@ -216,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         operator = Operator(op, arguments, None)
         if output is not None:
             rows = [self._rows[a.number] for a in arguments.values() if isinstance(a, Value)]
-            self._rows.append("S" if operator.takes_rows else [*rows, "T"][0])
+            self._rows.append("S" if operator.samples else [*rows, "T"][0])
             self._known[id(output)] = Value(len(self._rows) - 1)
             self._alive.append(output)
             operator = Operator(op, arguments, (self._rows[-1], *output.shape[1:]))
@@ -256,11 +262,15 @@ def _check_arrays(op: str, arguments: Mapping[str, Argument]) -> None:
             raise KernelError(f"{op} takes the step's {array} as its {name}.")
 
 
-def _blank_step(adapted: bool) -> Step:
-    """A step whose arrays are known by what they are; nothing of them is read."""
+def _blank_step(adapted: bool, shared: bool) -> Step:
+    """A step whose arrays are known by what they are; nothing of them is read. shared: by ranks
+    that have some rows each.
+    """
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
     arrays = ints(2), ints(2), ints(2), ints(3), ints(2), ints(2, 2), ints(2)
+    if shared:
+        return RingStep(*arrays, ints(2), ints(3))
     return AdaptedStep(*arrays, ints(2)) if adapted else Step(*arrays)

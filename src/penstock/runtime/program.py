@@ -34,7 +34,7 @@ from penstock.runtime.plan import (
     not_built,
     record,
 )
-from penstock.step import KV, Step
+from penstock.step import KV, RingStep, Step
 
 KEPT_ROWS = 256
 """Memory for logits is kept for up to this many rows: prompts' log-probabilities need far more."""
@@ -51,6 +51,8 @@ _ARRAYS = {
     "block_table": "[B, M]",
     "sample_at": "[S]",
     "adapters": "[T]",
+    "all_positions": "[T]",
+    "rows": "[R + 1]",
 }
 
 _native = getattr(torch.ops, NAMESPACE)
@@ -290,6 +292,7 @@ class Program:
     def _run(self, step: Step, kv: KV, out: Tensor, times: Tensor | None) -> None:
         if kv is not self._kv:
             raise KernelError("A program runs over the cache that it was made for.")
+        shared = step if isinstance(step, RingStep) else None
         _native.program_run(
             self._handle,
             step.tokens,
@@ -301,6 +304,8 @@ class Program:
             step.sample_at,
             step.copies,
             step.adapters,
+            None if shared is None else shared.all_positions,
+            None if shared is None else shared.rows,
             out,
             times,
         )

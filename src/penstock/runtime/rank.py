@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, RankError
 from penstock.models.hub import resolve
 from penstock.ops.ranks import HEADER
 from penstock.ops.stages import bytes_of
-from penstock.parallel import Ranks, Stage
+from penstock.parallel import Stage, member
 from penstock.parent import die_with
 from penstock.runtime import orders
 from penstock.runtime.away import accept, connect, version, wait_for_end
@@ -134,11 +134,10 @@ def _serve(
     count = asked.pipeline_parallel_size
     away = bool(asked.stage_addresses)
     stage = Stage(assignment.stage, count, before, after, away) if count > 1 else None
-    width, whole = asked.tensor_parallel_size, asked.enable_expert_parallel
     part = load_part(
         assignment.folder,
         assignment.config,
-        Ranks(assignment.rank, width, meeting, whole, stage),
+        member(asked, assignment.rank, meeting, stage),
     )
     _say_ready(link, Ready(most_blocks=part.most_blocks if away else None))
     (num_blocks, _), *_ = orders.read_pairs(bytearray(link.recv_bytes()))
@@ -174,8 +173,8 @@ class _Steps:
     """Steps of each kind."""
 
     def __init__(self, part: LoadedPart, runner: Runner) -> None:
-        stage = part.loaded.model.stage
-        self._ends = stage is None or stage.is_last  # else all kinds are the same until here
+        model = part.loaded.model  # where it doesn't end, all kinds are the same until there
+        self._ends = model.ends_here
         self._part = part
         self._runner = runner
         self._hidden: HiddenRunner | None = None

@@ -41,13 +41,15 @@ class Runner:
         adapted: Forward | None = None,
         team: Team | None = None,
         columns: int = 0,
+        part: Callable[[Step], Step] | None = None,
     ) -> None:
         """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: gives
         that of steps that end with hidden states, where it was recorded before. recent: of a cache
         with a window, who has which place in it. companions: caches of other models in the same
         blocks, which move with this one's. adapted: what runs steps with adapters. team: other
         processes, which do the same to their parts of the model and of its cache. columns: of
-        logits, which another process may make.
+        logits, which another process may make. part: what of a step this one does, where others do
+        the rest with it.
         """
         self._forward = forward
         self.vocabulary = vocabulary
@@ -58,6 +60,7 @@ class Runner:
         self.adapted = adapted
         self.team = team
         self._columns = columns
+        self._part = part
         self._swapped: SwapStore | None = None
         self._ran: Forward | None = None
         self._owner: Callable[[], object | None] = lambda: None
@@ -181,6 +184,10 @@ class Runner:
         with torch.inference_mode():
             return self.team.compute(step, kind, lambda part: self._forward(part, self.kv), columns)
 
+    def own_part(self, step: Step) -> Step:
+        """What of a step this process does: all of it, but where ranks share sequences."""
+        return step if self._part is None else self._part(step)
+
     def together(self, order: Callable[[Team], bytes]) -> AbstractContextManager[None]:
         """What is done within, other ranks do too, where there are some: as `order` has it."""
         return nullcontext() if self.team is None else self.team.doing(order(self.team))
@@ -200,7 +207,7 @@ class Runner:
     @property
     def experts_used(self) -> int:
         """Those that the last step's tokens chose, of all layers; 0 where nobody counts them."""
-        if self.is_pipelined:
+        if self.is_pipelined or self._part is not None:  # others' tokens chose some
             return 0
         return self._ran.experts_used if isinstance(self._ran, Program) else 0
 
@@ -222,7 +229,7 @@ class Runner:
         order = self.together(lambda team: team.step(step, Kind.LARGEST))
         around = nullcontext() if self.recent is None else self.computing(step)
         with torch.inference_mode(), around, order:
-            return program.largest(step, self.kv)
+            return program.largest(self.own_part(step), self.kv)
 
     def follow(self, step: Step, tokens: Tensor) -> Tensor:
         """The same where `step.tokens` says which of `tokens`, on the GPU, they are."""
@@ -239,10 +246,10 @@ class Runner:
 
     def _run(self, forward: Forward, step: Step) -> Tensor:
         if self.team is None:
-            return forward(step, self.kv)
+            return forward(self.own_part(step), self.kv)
         if forward is not self._forward:
             raise PenstockError("Other ranks run whole steps alone, not by other ways.")
         if self.is_pipelined:
             return self.through(step, Kind.STEP, self._columns)[0]
         with self.team.doing(self.team.step(step, Kind.STEP)):
-            return forward(step, self.kv)
+            return forward(self.own_part(step), self.kv)

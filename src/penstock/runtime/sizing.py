@@ -95,6 +95,8 @@ def within_room(
 def others_layouts(loaded: LoadedModel, layout: PagedLayout) -> tuple[PagedLayout, ...]:
     """The caches of other ranks, of which the first has `layout`."""
     model, spec, of_ranks = loaded.model, loaded.spec.decoder, [loaded.spec.decoder.layers]
+    if model.ring is not None:
+        return (layout,) * (model.ring.size - 1)
     if model.ranks is not None:
         each = (replace(model.ranks, rank=rank) for rank in range(model.ranks.size))
         of_ranks = [own_layers(spec, ranks) for ranks in each]
@@ -143,6 +145,9 @@ def layout_of(
             f"kv_cache_dtype={cache.kv_cache_dtype!r} isn't built for attention over latents "
             f"(MLA), whose cache is small already. Leave it out."
         )
+    ring = loaded.model.ring
+    if ring is not None:
+        return replace(device.layout(layers, stored, ring.block_size), ranks=ring.size)
     if cache.kv_cache_dtype != "kivi":
         return device.layout(layers, stored, cache.block_tokens(loaded.max_model_len))
     heads = tuple(layer.attention.cached for layer in layers)

@@ -31,7 +31,7 @@ from penstock.cpus import numa_cpus, usable_cpus
 from penstock.errors import PenstockError, RankError
 from penstock.ops.ranks import HEADER
 from penstock.ops.stages import bytes_of
-from penstock.parallel import Ranks, Stage
+from penstock.parallel import Stage, member
 from penstock.runtime import orders
 from penstock.runtime.away import There, connect, version
 from penstock.runtime.identity import weights_digest
@@ -60,7 +60,7 @@ class Team:
         """Starts them, and they begin to load. Raises RankError where one can't be started."""
         asked = config.parallel
         self.size, self.stages = asked.size, asked.pipeline_parallel_size
-        self._width = asked.tensor_parallel_size
+        self._width = asked.width
         self.threads = max(torch.get_num_threads() // self._width, 1)
         self.finds_largest = False
         self.most_blocks: int | None = None  # that all other machines have room for
@@ -90,13 +90,13 @@ class Team:
         if self._files:
             after = self._files[0].fileno()
             stage = Stage(0, self.stages, after=after, is_away=bool(asked.stage_addresses))
-        whole = asked.enable_expert_parallel
-        self.ranks = Ranks(0, self._width, self._meetings[0], whole, stage)
+        self.ranks = member(asked, 0, self._meetings[0], stage)
         if sets[0]:
             self._masks |= pin_threads(sets[0])
+        shared = "model" if asked.context_parallel_size == 1 else "context"
         logger.info(
-            "%d processes (ranks) share the model: %s, %d thread%s each%s.",
-            self.size, asked.described, self.threads, "s" * (self.threads > 1),
+            "%d processes (ranks) share the %s: %s, %d thread%s each%s.",
+            self.size, shared, asked.described, self.threads, "s" * (self.threads > 1),
             ", one memory node after another" if sets[0] else "",
         )  # fmt: skip
         if not asked.stage_addresses and self.size > torch.get_num_threads():

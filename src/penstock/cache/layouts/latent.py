@@ -22,6 +22,6 @@ class PagedLatents(PagedLayout):
         return count * round_up(dim, COLUMNS) * self.dtype.itemsize
 
     def _parts(self, n: int, count: int, dim: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        p, v = self.block_size, vnni_factor(self.dtype)
+        p, v = self.own_tokens, vnni_factor(self.dtype)
         padded = round_up(dim, COLUMNS)
         return [((n, count, p // COLUMNS, padded // v, COLUMNS, v), self.dtype)]

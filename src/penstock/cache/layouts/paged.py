@@ -44,6 +44,7 @@ class PagedLayout:
     block_size: int
     recent_window: int = 0  # tokens; 0: none are kept otherwise than all
     max_recent_blocks: int = 0  # of recent tokens; never more than the cache has blocks
+    ranks: int = 1  # that keep an equal part each of every block (`ops.ring`)
 
     @property
     def stored(self) -> str:
@@ -55,7 +56,12 @@ class PagedLayout:
     @property
     def bytes_per_block(self) -> int:
         """Of keys and values, all layers; of codes where there is a window."""
-        return self.block_size * sum(map(self.bytes_per_token, range(len(self.heads))))
+        return self.own_tokens * sum(map(self.bytes_per_token, range(len(self.heads))))
+
+    @property
+    def own_tokens(self) -> int:
+        """Of a block, that this cache keeps."""
+        return self.block_size // self.ranks
 
     def bytes_per_token(self, layer: int) -> int:
         """Of one token's key and value in one layer, read or written; of codes likewise."""
@@ -111,7 +117,7 @@ class PagedLayout:
 
     def _parts(self, n: int, count: int, dim: int) -> list[_Part]:
         """Shape and dtype of one layer's tensors."""
-        p, d = self.block_size, round_up(dim, COLUMNS)
+        p, d = self.own_tokens, round_up(dim, COLUMNS)
         if self.dtype is torch.uint8:
             scale = (n, count, -(-d // GROUP), 2, p)
             by_channel = (n, count, p // KEY_GROUP, 2, d)
