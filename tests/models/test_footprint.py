@@ -52,7 +52,7 @@ def test_a_stand_in_needs_the_buffers_of_the_whole(tiny: Make, name: str) -> Non
         config = EngineConfig.of(model=tiny(name).folder, kv_cache_dtype="auto")
         kv = layout_of(config, loaded).allocate(1)
         whole = Program(loaded.model, kv)
-        model = _stand_in(loaded.spec.decoder, loaded.dtype)
+        model = _stand_in(loaded.spec.decoder, loaded.dtype, None)
         part = Program(model, kv)
         for tokens, rows in ((512, 3), (100_000, 64)):
             assert part.reserve(tokens, rows) == whole.reserve(tokens, rows)

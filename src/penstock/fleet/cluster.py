@@ -155,6 +155,7 @@ class Cluster:
 def _connect(address: str) -> Any:
     """Ray's module, connected. Raises ConfigError."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # of a cluster that starts here; nothing is sent
+    os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")  # or Ray takes the place of Python's print
     if address != LOCAL:
         os.environ |= {k: v for k, v in _PATIENCE.items() if k not in os.environ}
     import ray
