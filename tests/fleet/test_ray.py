@@ -6,12 +6,13 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import secrets
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import httpx2 as httpx
 import pytest
@@ -19,9 +20,10 @@ from typer.testing import Result
 
 from penstock.errors import ConfigError, MissingExtraError
 from penstock.fleet.actor import Order, Server
-from penstock.fleet.cluster import Cluster, _in_short
+from penstock.fleet.cluster import Actor, Cluster, LostError, _in_short
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.needs import Needs
+from penstock.fleet.remote import RemoteInstance, RemoteWorker
 from tests.fleet.conftest import Running, front, running
 from tests.fleet.test_continuing import said
 from tests.fleet.test_instances import LONG, SMALL, alive, process, until, workers
@@ -98,6 +100,81 @@ def test_another_version_is_refused() -> None:
     order = Order("m/0", (), "key", 1, 0, "0.0.1")
     with pytest.raises(ConfigError, match=r"and the fleet 0\.0\.1\. Install the same"):
         asyncio.run(Server().start(order))
+
+
+class Handle:
+    """An actor's, each of whose methods does one thing."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self.remote = lambda *arguments: answer()
+
+    def __getattr__(self, name: str) -> Handle:
+        return self
+
+
+def raising(error: BaseException, *, at_once: bool = False) -> Actor:
+    """One that raises what Ray says of it, when it is asked or when it answers."""
+
+    def ask() -> Any:
+        if at_once:
+            raise error
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_exception(error)
+        return answer
+
+    import ray
+
+    return Actor(Handle(ask), ray)
+
+
+def task_error(cause: Exception) -> Exception:
+    from ray.exceptions import RayTaskError
+
+    found: Exception = RayTaskError("start", "…", cause)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("actor", "expected", "words"),
+    [
+        (lambda: raising(task_error(ConfigError("Other versions."))), ConfigError, "Other versi"),
+        (lambda: raising(task_error(OSError(11, "Try again"))), LostError, "Its server .*again"),
+        (lambda: raising(task_error(ValueError("x"))), LostError, r"ValueError\('x'\)"),
+        (lambda: raising(RuntimeError("No connection."), at_once=True), LostError, "lost: No con"),
+    ],
+)  # fmt: skip
+def test_what_passes_is_tried_again(
+    actor: Callable[[], Actor], expected: type[Exception], words: str
+) -> None:
+    """Only what would be the same again is given up at once: of another version, no other node."""
+    asked = actor()
+
+    async def start() -> tuple[int, str | None]:
+        with pytest.raises(expected, match=words):
+            await asked.place()
+        instance = RemoteInstance("m/0", [], cast(Cluster, None), Needs(), asked)
+        code = await instance.ended()
+        instance.end_at_once("It is let go.")  # of one that is lost already: says nothing
+        return code, instance.given_up
+
+    code, why = asyncio.run(start())
+    assert code == (1 if expected is ConfigError else -signal.SIGKILL)
+    assert why is not None and re.search(words, why)
+
+
+def test_a_cluster_that_takes_no_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The instance is tried again, and then given up with what Ray says."""
+
+    class Nothing:
+        async def actor(self, needs: Needs) -> Actor:
+            raise LostError("Ray takes no actor: the head is gone.")
+
+    monkeypatch.setattr("penstock.fleet.worker._BACKOFF_S", (0.0,))
+    cluster = cast(Cluster, Nothing())
+    worker = RemoteWorker("m/0", "m", [], cluster, Needs(), 5.0, lambda: None)
+    asyncio.run(worker.run())
+    assert (worker.state, worker.starts) == ("failed", 3)
+    assert "Ray takes no actor: the head is gone." in worker.reason
 
 
 def test_what_ray_says_in_short() -> None:

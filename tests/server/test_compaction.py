@@ -265,7 +265,16 @@ def test_an_item_unpacks_to_no_flood() -> None:
         unsealed(bomb, "place")
     assert time.perf_counter() - begun < 0.5
     talk = Conversation([said("user", 1 << 20)], "s")
-    assert unsealed(sealed(talk), "place") == talk
+    text = sealed(talk)
+    assert unsealed(text, "place") == talk
+    said_bytes = len(talk.messages[0].model_dump_json())
+    assert said_bytes / 100 < len(text) < said_bytes / 40  # it isn't sent unpacked
+
+
+def test_an_item_that_would_be_too_large_is_never_given() -> None:
+    talk = Conversation([said("user", 18 << 20)], "s")
+    with pytest.raises(ApiError, match=r"have 3\d,\d{3},\d{3} bytes; a compaction item holds 33,5"):
+        sealed(talk)
 
 
 def test_what_summaries_cost() -> None:

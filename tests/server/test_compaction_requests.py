@@ -287,6 +287,28 @@ def test_thresholds_that_cant_be_kept(client: OpenAI) -> None:
     assert made.status in ("completed", "incomplete")
 
 
+def test_an_empty_summary(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error; where turns are left out instead, it has cost what it has cost."""
+    talk: Any = conversation(12)
+    plain = client.responses.create(
+        model="stories", input=talk, max_output_tokens=10, truncation="auto"
+    )
+    said = ({"role": "assistant", "content": "  "}, None)
+    monkeypatch.setattr("penstock.server.routes.compaction.message_of", lambda *_: said)
+    with pytest.raises(openai.BadRequestError, match=r"has said nothing in \d+ of 8") as error:
+        client.responses.create(model="stories", input=talk, context_management=at())
+    assert error.value.code == "compaction_impossible"
+    made = client.responses.create(
+        model="stories", input=talk, max_output_tokens=10, context_management=at(),
+        truncation="auto",
+    )  # fmt: skip
+    assert [item.type for item in made.output] == ["message"]
+    cost = spent(made)
+    assert cost is not None and (cost["messages"], cost["passes"]) == (0, 1)
+    assert made.usage.input_tokens == plain.usage.input_tokens + cost["input_tokens"]
+    assert made.usage.output_tokens == plain.usage.output_tokens + cost["output_tokens"] > 10
+
+
 @pytest.mark.parametrize("threshold", [None, 10**6, 2**70])
 def test_thresholds_beyond_the_model(client: OpenAI, threshold: int | None) -> None:
     """The prompt and its answer fit then, which they wouldn't without a summary."""

@@ -13,13 +13,16 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, MissingExtraError, PenstockError, get_extra
 from penstock.fleet.actor import Order, Server, Started
 from penstock.fleet.needs import Needs, Node
+
+logger = logging.getLogger("penstock.fleet")
 
 AUTO, LOCAL = "auto", "local"
 _ANSWERS_S = 5.0
@@ -32,7 +35,7 @@ T = TypeVar("T")
 
 
 class LostError(PenstockError):
-    """An actor is no longer there, or can't be made."""
+    """An actor is no longer there, or can't do what it is asked just now; another may."""
 
 
 class _UnknownError(LostError):
@@ -48,11 +51,11 @@ class Actor:
 
     async def place(self) -> str:
         """Its node's address, once Ray has started it there."""
-        return str(await self._answer(self._handle.place.remote()))
+        return str(await self._ask("place"))
 
     async def start(self, order: Order) -> Started:
-        """Start its server. Raises ConfigError where that can't be."""
-        found: Started = await self._answer(self._handle.start.remote(order))
+        """Start its server. Raises ConfigError where none of this version can be."""
+        found: Started = await self._ask("start", order)
         return found
 
     async def said(self) -> tuple[Sequence[str], int | None]:
@@ -60,7 +63,7 @@ class Actor:
         while True:
             try:
                 found: tuple[Sequence[str], int | None]
-                found = await self._answer(self._handle.said.remote())
+                found = await self._ask("said")
             except _UnknownError:
                 await asyncio.sleep(_AGAIN_S)
             else:
@@ -68,35 +71,56 @@ class Actor:
 
     def end(self, patience_s: float) -> None:
         """Have the server answer whom it has for so long, and end; `said` tells when it has."""
-        self._handle.end.remote(patience_s)
+        self._tell("end", patience_s)
 
     def end_at_once(self) -> None:
         """Have the server end, and all that it has started."""
-        self._handle.end_at_once.remote()
+        self._tell("end_at_once")
 
     def kill(self) -> None:
         """End the actor: the server ends with it, and what Ray has reserved for it is free."""
-        self._ray.kill(self._handle, no_restart=True)
+        if self._ray.is_initialized():  # or Ray would start a cluster, to end this in
+            with self._failures_logged():
+                self._ray.kill(self._handle, no_restart=True)
 
-    async def _answer(self, reference: Awaitable[Any]) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         errors = self._ray.exceptions
         try:
-            return await reference
+            return await getattr(self._handle, method).remote(*arguments)
         except errors.ActorUnavailableError as error:
             raise _UnknownError(_in_short(str(error))) from error
         except errors.RayTaskError as error:  # what it raised itself
-            raise ConfigError(str(error.cause)) from error
-        except errors.RayError as error:
-            raise LostError(_in_short(str(error))) from error
+            if isinstance(error.cause, ConfigError):
+                raise ConfigError(str(error.cause)) from error
+            raise LostError(f"Its server failed on its node: {error.cause!r}.") from error
+        except Exception as error:  # Ray's own, of any kind
+            raise LostError(f"Its actor is lost: {_in_short(str(error))}") from error
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        with self._failures_logged():
+            getattr(self._handle, method).remote(*arguments)
+
+    @contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        """Whoever ends an actor goes on where it can't be told: then it is lost, and is ended."""
+        try:
+            yield
+        except Exception as error:  # Ray's own, of any kind
+            logger.warning("an actor can't be told", extra={"fields": {"why": str(error)}})
 
 
 class Cluster:
     """A connection to a cluster; one in a process."""
 
-    def __init__(self, ray: Any, thread: ThreadPoolExecutor) -> None:
-        """thread: one, which stays: a cluster that was started here ends with it."""
+    def __init__(
+        self, ray: Any, free: Callable[[], dict[str, Any]], thread: ThreadPoolExecutor
+    ) -> None:
+        """free: what nodes have that nobody has reserved; thread: one, which stays: a cluster that
+        was started here ends with it.
+        """
         self._ray = ray
         self._thread = thread
+        self._free = free
         self._class = ray.remote(Server)
 
     @classmethod
@@ -110,12 +134,12 @@ class Cluster:
         thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-ray")
         loop = asyncio.get_running_loop()
         try:
-            ray = await loop.run_in_executor(thread, _connect, address)
+            ray, free = await loop.run_in_executor(thread, _connect, address)
         except BaseException:
             thread.shutdown(wait=False)
             raise
         _heed_signals()
-        return cls(ray, thread)
+        return cls(ray, free, thread)
 
     async def disconnect(self) -> None:
         """Ray ends what actors are left of ours, and a cluster that was started here."""
@@ -123,7 +147,10 @@ class Cluster:
         self._thread.shutdown()
 
     async def actor(self, needs: Needs) -> Actor:
-        """One that Ray starts where what it needs is free, as far from others as may be."""
+        """One that Ray starts where what it needs is free, as far from others as may be.
+
+        Raises LostError where Ray takes no actor.
+        """
         options: dict[str, Any] = {
             "num_cpus": needs.num_cpus,
             "num_gpus": needs.num_gpus,
@@ -131,7 +158,10 @@ class Cluster:
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,  # the fleet starts another
         }
-        handle = await self._in_thread(lambda: self._class.options(**options).remote())
+        try:
+            handle = await self._in_thread(lambda: self._class.options(**options).remote())
+        except Exception as error:  # Ray's own, of any kind
+            raise LostError(f"Ray takes no actor: {_in_short(str(error))}") from error
         return Actor(handle, self._ray)
 
     async def nodes(self) -> list[Node]:
@@ -139,9 +169,7 @@ class Cluster:
         return await self._in_thread(self._nodes)
 
     def _nodes(self) -> list[Node]:
-        from ray._private.state import available_resources_per_node  # as Ray Serve does
-
-        free = available_resources_per_node()
+        free = self._free()
         return [
             Node(x["NodeManagerAddress"], x["Resources"], free.get(x["NodeID"], {}))
             for x in self._ray.nodes()
@@ -152,14 +180,21 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _connect(address: str) -> Any:
-    """Ray's module, connected. Raises ConfigError."""
+def _connect(address: str) -> tuple[Any, Callable[[], dict[str, Any]]]:
+    """Ray's module, connected, and what tells what is free by node. Raises ConfigError."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # of a cluster that starts here; nothing is sent
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")  # or Ray takes the place of Python's print
     if address != LOCAL:
         os.environ |= {k: v for k, v in _PATIENCE.items() if k not in os.environ}
     import ray
 
+    try:
+        from ray._private.state import available_resources_per_node  # as Ray Serve does
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray {ray.__version__} doesn't tell what its nodes have free, as versions from 2.60 "
+            f"and below 3 do ({error}); {get_extra('ray')}."
+        ) from error
     logging.getLogger("ray").setLevel(logging.ERROR)
     if ray.is_initialized():
         raise ConfigError("This process is connected to a Ray cluster already; a fleet needs one.")
@@ -179,7 +214,7 @@ def _connect(address: str) -> Any:
             f"The Ray cluster {address!r} doesn't answer: {_in_short(str(error))} Start it with "
             "`ray start --head`, and this machine's node with `ray start --address=HOST:PORT`."
         ) from error
-    return ray
+    return ray, available_resources_per_node
 
 
 def _heed_signals() -> None:

@@ -100,7 +100,7 @@ class RemoteInstance:
                 if code is not None:
                     return code
         except LostError as error:
-            self.given_up = self.given_up or f"Its actor is lost: {error}"
+            self.given_up = self.given_up or str(error)
             return _LOST
         except ConfigError as error:
             self.given_up = self.given_up or str(error)
@@ -144,5 +144,8 @@ class RemoteWorker(OwnWorker):
         self._cluster, self._needs = cluster, needs
 
     async def _start(self) -> RemoteInstance:
-        actor = await self._cluster.actor(self._needs)
+        try:
+            actor = await self._cluster.actor(self._needs)
+        except LostError as error:
+            raise OSError(str(error).removesuffix(".")) from error
         return RemoteInstance(self.name, self._arguments, self._cluster, self._needs, actor)

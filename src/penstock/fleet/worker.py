@@ -161,6 +161,7 @@ class OwnWorker(Worker):
         super().__init__(name, model, Link(url), changed)
         self._start_timeout_s = start_timeout_s
         self._instance: Instance | None = None
+        self._is_late = False  # this life had all its time to start
         self._end = asyncio.Event()  # it isn't to be started again
         self._starting = asyncio.Lock()
 
@@ -201,7 +202,7 @@ class OwnWorker(Worker):
             self.starts += 1
             fields = {"worker": self.name, "state": "starting"}
             logger.info("worker", extra={"fields": fields})
-            self.capacity, self.models, self.lack = 0, [], ""
+            self.capacity, self.models, self.lack, self._is_late = 0, [], "", False
             was_ready, code = False, None
             try:
                 async with self._starting:
@@ -216,7 +217,8 @@ class OwnWorker(Worker):
             if self._end.is_set():
                 break
             failed = 0 if was_ready else failed + 1
-            if not was_ready and (code in _EXPLAINED or failed >= _STARTS or self.lack):
+            waited = self._is_late and self.lack != ""  # in vain, for what isn't free
+            if not was_ready and (code in _EXPLAINED or failed >= _STARTS or waited):
                 self.become("failed", why)
                 return
             self.become("unready", why)
@@ -234,7 +236,8 @@ class OwnWorker(Worker):
                 await asyncio.wait({end}, timeout=_STARTING_S if not was_ready else PROBE_S)
                 was_ready = was_ready or self.state == "ready"
                 self._tell(instance.lack)
-                if not was_ready and time.monotonic() > deadline:
+                self._is_late = not was_ready and time.monotonic() > deadline
+                if self._is_late:
                     why = f"It wasn't ready within {self._start_timeout_s:g} s. {self.lack}"
                     instance.end_at_once(why.strip())
             return was_ready, end.result()

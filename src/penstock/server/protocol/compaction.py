@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from penstock.server.compaction import Conversation
+from penstock.server.compaction import IMPOSSIBLE, Conversation
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import MOST_MESSAGES, Body, Some
@@ -38,16 +38,27 @@ class _Content(Body):
 
 
 def sealed(conversation: Conversation) -> str:
-    """`encrypted_content` of an item that stands for all of a conversation."""
+    """`encrypted_content` of an item that stands for all of a conversation.
+
+    Raises ApiError for one that would be larger than an item may be.
+    """
     content = {
         "system": [m.model_dump(exclude_none=True) for m in conversation.system],
         "summary": conversation.summary,
         "kept": [m.model_dump(exclude_none=True) for m in conversation.others],
     }
     plain = json.dumps(content, ensure_ascii=False).encode()
+    if len(plain) > _MOST_BYTES:
+        raise ApiError(
+            400,
+            f"The turns that stay as they are, and the summary, have {len(plain):,} bytes; a "
+            f"compaction item holds {_MOST_BYTES:,}. Send shorter messages or smaller pictures, or "
+            "a lower compact_threshold.",
+            code=IMPOSSIBLE,
+        )
     packed = zlib.compress(plain)
-    if len(plain) > _most_unpacked(packed):
-        packed = zlib.compress(plain, 0)
+    if len(plain) > _most_unpacked(packed):  # what stands behind its end isn't read
+        packed = packed.ljust(-(-len(plain) // _RATIO), b"\0")
     digest = hashlib.sha256(packed).digest()[:_DIGEST_BYTES]
     return _PREFIX + base64.urlsafe_b64encode(digest + packed).decode()
 

@@ -42,10 +42,15 @@ _FIELD = "context_management[0].compact_threshold"
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """What is left of a conversation. spent: None where all of it is."""
+    """What is left of a conversation. spent: None where nothing was, and all of it is left."""
 
     conversation: Conversation
     spent: Spent | None = None
+
+    @property
+    def is_shorter(self) -> bool:
+        """Does a summary stand for some of it? One that was asked for may have come to nothing."""
+        return self.spent is not None and self.spent.messages > 0
 
 
 def wanted(service: Service, asked: Sequence[ContextManagement] | None) -> Wanted | None:
@@ -115,7 +120,7 @@ async def compacted(
         if error.code != IMPOSSIBLE or not leaves_out:
             raise
     left, spent.messages = play.result
-    return Compacted(left, spent if spent.messages else None)
+    return Compacted(left, spent if spent.messages or spent.passes else None)
 
 
 def _asking(rendering: Rendering, without: Plan) -> Rendering:

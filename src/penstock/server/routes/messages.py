@@ -89,7 +89,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
     block = None
-    if short.spent is not None and body.context_management is not None:
+    if short.is_shorter and body.context_management is not None:
         left = body.sealable(short.conversation)
         block = await service.compute(ticket, lambda: compaction_block(left))
         if body.context_management.pauses:

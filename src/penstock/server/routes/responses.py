@@ -89,7 +89,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     )
     work = Work(prompt, params, service.options(caller, body, prompt, model))
     item = None
-    if short.spent is not None:
+    if short.is_shorter:
         left, name = body.sealable(short.conversation), _name_of(caller.request_id)
         item = await service.compute(ticket, lambda: compaction_item(left, name))
     answer = _Answer(body, caller.request_id, model, work, service, how, item)
