@@ -1,7 +1,7 @@
 // Attention over paged panels of keys and values, in fixed spans of 256 positions.
 //
-// A task is up to 32 query rows (token, head) of one sequence that share a key-value head, or 128 where
-// tiles multiply them. Scores are x · key panels and the output is weights · value panels: the inner
+// A task is up to 128 query rows (token, head) of one sequence that share a key-value head, fewer where there
+// would be too few tasks. Scores are x · key panels and the output is weights · value panels: the inner
 // loop of `linear`. A span gives (maximum, sum, weighted values) on its own; spans are joined in order,
 // after what a sequence's first tokens give where queries of their own ask them.
 // When there are too few tasks to keep the threads busy, the spans of one task go to different
@@ -112,7 +112,7 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
 template <typename T, typename S>
 void run(const AttentionArgs& a) {
   const int64_t group = a.heads / a.kv_heads;
-  int64_t most = flows<T>(a) ? kMostRows : kSpanRows, spans = 0;
+  int64_t most = most_rows<T>(a), spans = 0;
   int64_t count = list_tasks(a, group, most, nullptr, spans);
   for (; most > kSpanRows && count < kTasks * a.threads; most /= 2)
     count = list_tasks(a, group, most / 2, nullptr, spans);

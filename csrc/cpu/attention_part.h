@@ -6,7 +6,8 @@
 namespace penstock::PENSTOCK_ISA {
 
 constexpr int64_t kTileRows = 16;
-constexpr int64_t kSpanRows = 32, kMostRows = 128;  // of a task: of SpanWork, of Flow
+constexpr int64_t kSpanRows = 32;   // of a task, where more would leave threads idle, or tiles don't flow
+constexpr int64_t kMostRows = 128;  // of any other
 
 struct Part {
   float* top;     // maxima

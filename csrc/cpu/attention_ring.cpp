@@ -290,7 +290,7 @@ void pass(const RingArgs& r, int64_t group, const Record& record, int threads) {
     spans += needs;
   }
   if (spans == 0) return;
-  int64_t most = flows<T>(a) ? kMostRows : kSpanRows;
+  int64_t most = most_rows<T>(a);
   int64_t count = list_waiting(r, group, record, most, nullptr, floats);
   for (; most > kSpanRows && count < kTasks * threads; most /= 2)
     count = list_waiting(r, group, record, most / 2, nullptr, floats);

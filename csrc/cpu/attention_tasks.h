@@ -86,7 +86,13 @@ static inline int64_t work(const AttentionArgs& a) {
 // Whether tasks of many rows flow.
 template <typename T>
 bool flows(const AttentionArgs& a) {
-  return kTiles && sizeof(T) == 2 && a.padded_dim % kGroup == 0 && !a.recent.slots && !a.latent;
+  return by_tiles<T>(a) && !a.recent.slots && !a.latent;
+}
+
+// Of a task.
+template <typename T>
+int64_t most_rows(const AttentionArgs& a) {
+  return by_tiles<T>(a) && !flows<T>(a) ? kSpanRows : kMostRows;
 }
 
 // body(what does a task). Few rows, that wait for memory, take it span by span.

@@ -21,6 +21,7 @@ constexpr int kMaxRows = 4, kPanels = 1;
 #endif
 
 constexpr int64_t kCrossRows = 17;  // that pass over panels of bfloat16 often enough (crossed.h)
+constexpr int64_t kMostBlocks = 8;  // of one sum
 
 // So many sums of even products have room in registers beside as many of odd ones. FMAs of AVX2 need
 // eight sums of 8 columns to hide their latency: of more rows, one half comes after the other.
@@ -308,6 +309,42 @@ struct Block {
   Asks asks;
 };
 
+// P panels of a block, from `panel` on, as many rows take them: what comes next is asked for once, and
+// their lines are crossed into `room` where rows are.
+template <int P, typename X, typename T, typename Asks>
+static inline auto taken(const Block<T, Asks>& block, int64_t panel, int64_t k,
+                         [[maybe_unused]] X* room) {
+  const T* from = block.values + panel * block.stride;
+  for (int p = 0; p < P; p++)
+    block.asks.all(from + p * block.stride, k * kColumns * static_cast<int64_t>(sizeof(T)));
+  if constexpr (std::is_same_v<X, crossed>) {
+    const int64_t size = k * kColumns;
+    for (int p = 0; p < P; p++) cross_panel(from + p * block.stride, k, room + p * size);
+    return Block<X, Quiet>{room, size, {}};
+  } else {
+    return Block<T, Quiet>{from, block.stride, {}};
+  }
+}
+
+// For the lines of so many values of K of P panels.
+template <int P, typename X>
+static inline X* room_for_lines(int64_t k) {
+  if constexpr (!std::is_same_v<X, crossed>) return nullptr;
+  return static_cast<X*>(
+      scratch(Scratch::unpacked, static_cast<size_t>(P * k * kColumns) * sizeof(X)));
+}
+
+// Whether so many rows take panels like that. Rows of floats on AVX-512 are faster when each line asks for
+// what comes next (Zen 5: 39 ms of a prompt's attention, and 45).
+template <typename X>
+static inline bool take_once(int64_t rows) {
+#if defined(__AVX512F__)
+  return std::is_same_v<X, crossed> && rows >= kCrossRows;
+#else
+  return rows >= kCrossRows;
+#endif
+}
+
 // Whether so many rows take such panels by twos. Of crossed ones, 5, 7 and 8 together have room for their
 // sums of one panel only.
 template <typename X>
@@ -329,6 +366,16 @@ static inline void tiles_apart(const X* x, int64_t ldx, int64_t row, const B* bl
 template <int64_t Panels, typename X, typename B, typename Emit>
 static inline void multiply_apart(const X* x, int64_t ldx, int64_t rows, const B* blocks,
                                   int64_t count, int64_t k, Emit emit) {
+  if (take_once<X>(rows)) {
+    X* room = room_for_lines<kPanels, X>(k);
+    for (int64_t d = 0; d < count; d++)
+      for (int64_t p = 0; p < Panels; p += kPanels) {
+        const auto now = taken<kPanels>(blocks[d], p, k, room);
+        all_rows<kPanels>(x, ldx, rows, now.values, now.stride, d * Panels + p, k, Quiet(),
+                          [](int64_t, int64_t) { return zero(); }, emit);
+      }
+    return;
+  }
   const int64_t together = rows > 8 ? 1 : count;  // rows that go over a block again find it in L1
   for (int64_t d = 0; d < count; d += together) {
     if (pairs_apart<X>(rows))
@@ -358,11 +405,31 @@ static inline void tile_of_blocks(const X* x, int64_t ldx, int64_t row, const B*
     for (int p = 0; p < P; p++) emit(row + r, panel + p, acc[r][p]);
 }
 
-// The same of panels of which kBlock values of K lie in each block.
+// P panels from `panel` on of many rows.
+template <int P, typename X, typename B, typename Emit>
+static inline void panels_of_blocks(const X* x, int64_t ldx, int64_t rows, const B* blocks,
+                                    int64_t count, int64_t panel, X* room, Emit emit) {
+  constexpr int64_t size = P * kBlock * kColumns;
+  decltype(taken<P>(blocks[0], panel, kBlock, room)) now[kMostBlocks];
+  for (int64_t d = 0; d < count; d++) now[d] = taken<P>(blocks[d], panel, kBlock, room + d * size);
+  in_passes<kPass<X, P>>(0, rows, [&]<int R>(int64_t r) {
+    tile_of_blocks<R, P>(x, ldx, r, now, count, 0,
+                         [&](int64_t i, int64_t p, F16 value) { emit(i, panel + p, value); });
+  });
+}
+
+// The same of panels of which kBlock values of K lie in each block, of kMostBlocks at most.
 template <typename X, typename B, typename Emit>
 static inline void multiply_blocks(const X* x, int64_t ldx, int64_t rows, const B* blocks,
                                    int64_t count, int64_t panels, Emit emit) {
   int64_t p = 0;
+  if (take_once<X>(rows)) {
+    X* room = room_for_lines<kPanels, X>(count * kBlock);
+    for (; panels - p >= kPanels; p += kPanels)
+      panels_of_blocks<kPanels>(x, ldx, rows, blocks, count, p, room, emit);
+    for (; p < panels; p++) panels_of_blocks<1>(x, ldx, rows, blocks, count, p, room, emit);
+    return;
+  }
   if (pairs_apart<X>(rows))
     for (; panels - p >= kPanels; p += kPanels)
       in_passes<kPass<X, kPanels>>(0, rows, [&]<int R>(int64_t r) {

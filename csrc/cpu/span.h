@@ -1,4 +1,4 @@
-// One span of 256 positions for up to 32 query rows: scores, weights, weighted values.
+// One span of 256 positions for the query rows of a task: scores, weights, weighted values.
 #pragma once
 
 #include "attention_part.h"
@@ -16,8 +16,8 @@ class SpanWork {
  public:
   // group: query heads per key-value head
   SpanWork(const AttentionArgs& a, const Task& t, int64_t group)
-      : a_(a), t_(t), cache_(a, t, room(a)) {
-    tiles_ = kByTiles && t.rows >= kTileMinRows && a.padded_dim % kGroup == 0;
+      : a_(a), t_(t), cache_(a, t, room(a, t.rows > kSpanRows ? whole_tiles(t.rows) : kSpanRows)) {
+    tiles_ = by_tiles<T>(a) && t.rows >= kTileMinRows;
     takes_scale_ = !kScaled && a.softcap <= 0.0f && a.scale > 0.0f;
     const int64_t start = a.query_start[t.sequence];
     const int64_t tokens = a.query_start[t.sequence + 1] - start;
@@ -67,16 +67,16 @@ class SpanWork {
 
   // Lays out the thread's memory: floats of rows and weights, the same as they are multiplied, a
   // span's values, its scales. Returns room for steps.
-  float* room(const AttentionArgs& a) {
-    const int64_t rows = kSpanRows * (a.padded_dim + kSpan);
+  float* room(const AttentionArgs& a, int64_t rows) {
+    const int64_t each = rows * (a.padded_dim + kSpan);
     query_ = static_cast<float*>(scratch(
         Scratch::rows,
-        static_cast<size_t>(rows + (kSpan + 2) * a.padded_dim + 2 * kSpan) * sizeof(float) +
-            static_cast<size_t>(rows) * sizeof(T)));
-    weight_ = query_ + kSpanRows * a.padded_dim;
-    packed_query_ = reinterpret_cast<T*>(weight_ + kSpanRows * kSpan);
-    packed_weight_ = packed_query_ + kSpanRows * a.padded_dim;
-    values_ = packed_weight_ + kSpanRows * kSpan;
+        static_cast<size_t>(each + (kSpan + 2) * a.padded_dim + 2 * kSpan) * sizeof(float) +
+            static_cast<size_t>(each) * sizeof(T)));
+    weight_ = query_ + rows * a.padded_dim;
+    packed_query_ = reinterpret_cast<T*>(weight_ + rows * kSpan);
+    packed_weight_ = packed_query_ + rows * a.padded_dim;
+    values_ = packed_weight_ + rows * kSpan;
     key_steps_ = reinterpret_cast<float*>(values_ + kSpan * a.padded_dim);
     value_steps_ = key_steps_ + kSpan;
     return value_steps_ + kSpan;
@@ -316,9 +316,9 @@ class SpanWork {
   T* values_;  // keys or values, widened or with their end cut off
   float* key_steps_;  // a span's scales
   float* value_steps_;
-  Visible seen_[kSpanRows];
+  Visible seen_[kMostRows];
   Cache cache_;
-  int64_t coded_[kSpanRows];  // what each row sees as codes lies before this
+  int64_t coded_[kMostRows];  // what each row sees as codes lies before this
 };
 
 }  // namespace penstock::PENSTOCK_ISA

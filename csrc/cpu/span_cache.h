@@ -11,6 +11,7 @@ namespace penstock::PENSTOCK_ISA {
 
 constexpr int64_t kSpan = 256;
 constexpr int64_t kGroup = 32;  // positions whose weighted values are summed apart (= kBlock)
+static_assert(kGroup == kBlock && kSpan / kGroup <= kMostBlocks);
 
 struct Task {
   int64_t sequence, kv_head;
@@ -46,6 +47,12 @@ template <typename T>
 const T* query_at(const AttentionArgs& a, int64_t token, int64_t head) {
   const int64_t heads = a.sink_tokens > 0 ? 2 * a.heads : a.heads;
   return static_cast<const T*>(a.q) + ((token - a.first_query) * heads + (a.at_sinks ? a.heads : 0) + head) * a.dim;
+}
+
+// Whether tiles multiply values of T, of rows enough.
+template <typename T>
+bool by_tiles(const AttentionArgs& a) {
+  return kTiles && sizeof(T) == 2 && a.padded_dim % kGroup == 0;
 }
 
 // Asks for a span's blocks, a line of each in turn: of blocks of 4 KB here and there, memory gives one
