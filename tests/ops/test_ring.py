@@ -26,7 +26,10 @@ needs_native = pytest.mark.skipif(native.handle is None, reason="no native kerne
 
 
 def meeting_of(place_bytes: int) -> Tensor:
-    return torch.zeros(HEADER + 2 * place_bytes, dtype=torch.uint8)
+    """Where ranks meet; its places are full of what others have left, here 8e37."""
+    meeting = torch.full((HEADER + 2 * place_bytes,), 0x7E, dtype=torch.uint8)
+    meeting[:HEADER] = 0
+    return meeting
 
 
 def ints(*values: int) -> Tensor:
@@ -131,8 +134,12 @@ class Case:
             return torch.cat(list(threads.map(rank, range(self.ranks))))
 
 
-MIXED = [(1, 1), (700, 1), (1100, 1100), (513, 2), (1500, 40), (256, 256), (900, 300), (5, 5)]
-"""Single tokens, whole prompts, chunks and drafts, of contexts from one token to six spans."""
+MIXED = [
+    (1, 1), (700, 1), (1100, 1100), (513, 2), (1500, 40), (256, 256), (900, 300), (5, 5), (264, 16),
+]  # fmt: skip
+"""Single tokens, whole prompts, chunks and drafts, of contexts from one token to six spans; of the
+last, half of the rows see nothing of the second span.
+"""
 
 
 @needs_native
