@@ -32,6 +32,13 @@ def meeting_of(place_bytes: int) -> Tensor:
     return meeting
 
 
+def meetings(meeting: Tensor, ranks: int) -> int:
+    """How many there were, of which each rank has been at all."""
+    counts = meeting[:HEADER].view(torch.int32).view(-1, 16)[1 : 1 + ranks, 0]
+    assert (counts == counts[0]).all()
+    return int(counts[0])
+
+
 def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -131,7 +138,9 @@ class Case:
             )  # fmt: skip
 
         with ThreadPoolExecutor(self.ranks) as threads:
-            return torch.cat(list(threads.map(rank, range(self.ranks))))
+            found = torch.cat(list(threads.map(rank, range(self.ranks))))
+        self.meetings = meetings(meeting, self.ranks)
+        return found
 
 
 MIXED = [
@@ -189,6 +198,23 @@ def test_in_many_rounds(dtype: torch.dtype, worth: int) -> None:
     for place_bytes in (1 << 18, 140_032):
         found = case.together(ops.ring_attention, place_bytes, worth)
         assert torch.equal(found, case.alone())
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("stored", "new", "expected"),
+    [
+        ("same", 1, 1 + 1), ("same", 120, 1 + 8), ("same", 121, 1 + 6),
+        ("int8", 64, 1 + 4), ("int8", 65, 1 + 3),
+    ],
+)  # fmt: skip
+def test_the_fewer_bytes_are_given(stored: str, new: int, expected: int) -> None:
+    """A row gets 544 bytes of a span, which is 64 KiB, or 34 in int8. A place of 140,032 has room
+    for two of 11 spans, or four, or for two times what 32 rows have of all. Rows meet before.
+    """
+    case = Case([(2700, new)], 2, stored=STORED[stored])
+    assert torch.equal(case.together(ops.ring_attention, 140_032, 10**6), case.alone())
+    assert case.meetings == expected
 
 
 @needs_native
