@@ -256,19 +256,27 @@ def test_sampled_rows_come_to_the_first_rank(which: str, dtype: torch.dtype) -> 
     assert all(other.shape == (7, 0) for other in others)
 
 
-def test_shares_of_a_step() -> None:
+@pytest.mark.parametrize("worth", [0, 2000])
+def test_shares_of_a_step(worth: int) -> None:
     """Rows are dealt by what they cost, slots by who keeps them."""
     case = Case([(1000, 600), (700, 1)], 2)
     step, _ = case.step(before=False)
-    parts = [Ring(rank, 2, meeting_of(64)).part(step, worth=0) for rank in range(2)]
+    parts = [Ring(rank, 2, meeting_of(64)).part(step, worth) for rank in range(2)]
     assert torch.equal(parts[0].rows, parts[1].rows)
     assert torch.equal(torch.cat([part.tokens for part in parts]), step.tokens)
-    costs = [float((part.positions + 1).sum()) for part in parts]
-    assert abs(costs[0] - costs[1]) < 2200
+    costs = [float((part.positions + 1 + worth).sum()) for part in parts]
+    assert abs(costs[0] - costs[1]) < 2 * (1000 + worth)
     own = torch.stack([part.slots for part in parts])
     assert ((own >= 0).sum(0) == 1).all()
     rank, offset = own.argmax(0), own.max(0).values
     assert torch.equal(offset // 256 * 512 + rank * 256 + offset % 256, step.slots)
+
+
+@pytest.mark.parametrize(("worth", "second"), [(0, 6), (28, 5)])
+def test_rows_cost_products_too(worth: int, second: int) -> None:
+    """Of 8 rows, row i costs i + 1 + worth: half of 36 is within row 5, of 260 within row 4."""
+    step, _ = Case([(8, 8)], 1).step(before=False)
+    assert Ring(0, 2, meeting_of(64)).part(step, worth).rows.tolist() == [0, second, 8]
 
 
 @pytest.mark.parametrize("which", ["reference", *["native"] * (native.handle is not None)])
