@@ -55,6 +55,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     kept: int = 0  # dimensions of keys and values, in bases of their own
+    value_size: float = 1.0
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
@@ -70,7 +71,9 @@ class Case:
             row[:need] = order[taken : taken + need]
             taken += need
         self.blocks = sum(needs) + 1
-        self.qkv = [torch.randn(c, self.width).to(self.dtype) for c, _ in self.sequences]
+        sizes = torch.ones(self.width)
+        sizes[-KV_HEADS * values :] = self.value_size
+        self.qkv = [(torch.randn(c, self.width) * sizes).to(self.dtype) for c, _ in self.sequences]
         angles = torch.rand(max(c for c, _ in self.sequences), DIM // 2) * 6
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
         self.norm = torch.rand(DIM) + 0.5
@@ -215,6 +218,17 @@ def test_the_fewer_bytes_are_given(stored: str, new: int, expected: int) -> None
     case = Case([(2700, new)], 2, stored=STORED[stored])
     assert torch.equal(case.together(ops.ring_attention, 140_032, 10**6), case.alone())
     assert case.meetings == expected
+
+
+@needs_native
+@pytest.mark.parametrize("new", [1, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_too_small_for_their_type_are_zeros(dtype: torch.dtype, new: int) -> None:
+    """Rows that ask and rows that spans pass by."""
+    case = Case([(700, new)], 2, dtype, value_size=3e-37)
+    alone = case.alone()
+    assert 0.01 < (alone == 0).double().mean() < 0.99
+    assert torch.equal(case.together(ops.ring_attention), alone)
 
 
 @needs_native
