@@ -320,6 +320,18 @@ def test_copies_are_of_who_keeps_them(which: str) -> None:
 
 
 @needs_native
+def test_as_long_as_a_ring_says() -> None:
+    """Where a model is loaded and where a row is computed, the same is refused."""
+    place_bytes = 140_032
+    most = Ring(0, 1, meeting_of(place_bytes)).most_tokens(DIM)
+    assert most == 32 * 256
+    case = Case([(most, 1)], 1)
+    assert torch.equal(case.together(ops.ring_attention, place_bytes), case.alone())
+    with pytest.raises(RuntimeError, match="a context of 8193 tokens has no room"):
+        Case([(most + 1, 1)], 1).together(ops.ring_attention, place_bytes)
+
+
+@needs_native
 def test_what_cannot_be() -> None:
     case = Case([(300, 300)], 1)
     with pytest.raises(RuntimeError, match="a context of 300 tokens has no room"):
