@@ -52,14 +52,16 @@ const char* all_rows(const SharedRows& r) {
   return all;
 }
 
-// A task of attention, with what it has of all spans, and a span of keys and values.
+// A task of attention, with what it has of all spans, and a span of keys and values. Latents always pass
+// by, so that nobody puts parts of them there.
 void check_room(const RingArgs& a) {
   constexpr int64_t rows = 32, span = 256;
   const AttentionArgs& seen = a.attention;
   int64_t longest = 0;
   for (int64_t b = 0; b < seen.sequences; b++)
     longest = std::max<int64_t>(longest, seen.context_len[b]);
-  const int64_t parts = (longest + span - 1) / span * rows * (2 + seen.padded_values) * 4;
+  const int64_t spans = seen.latent ? 0 : (longest + span - 1) / span;
+  const int64_t parts = spans * rows * (2 + seen.padded_values) * 4;
   const int64_t block = seen.kv_heads * span * 4 * (2 * seen.padded_dim + 2);
   if (std::max(parts, block) > a.at.place_bytes)
     throw std::runtime_error("a context of " + std::to_string(longest) +

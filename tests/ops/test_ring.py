@@ -26,7 +26,17 @@ needs_native = pytest.mark.skipif(native.handle is None, reason="no native kerne
 
 
 def meeting_of(place_bytes: int) -> Tensor:
-    return torch.zeros(HEADER + 2 * place_bytes, dtype=torch.uint8)
+    """Where ranks meet; its places are full of what others have left, here 8e37."""
+    meeting = torch.full((HEADER + 2 * place_bytes,), 0x7E, dtype=torch.uint8)
+    meeting[:HEADER] = 0
+    return meeting
+
+
+def meetings(meeting: Tensor, ranks: int) -> int:
+    """How many there were, of which each rank has been at all."""
+    counts = meeting[:HEADER].view(torch.int32).view(-1, 16)[1 : 1 + ranks, 0]
+    assert (counts == counts[0]).all()
+    return int(counts[0])
 
 
 def ints(*values: int) -> Tensor:
@@ -45,6 +55,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     kept: int = 0  # dimensions of keys and values, in bases of their own
+    value_size: float = 1.0
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
@@ -60,7 +71,9 @@ class Case:
             row[:need] = order[taken : taken + need]
             taken += need
         self.blocks = sum(needs) + 1
-        self.qkv = [torch.randn(c, self.width).to(self.dtype) for c, _ in self.sequences]
+        sizes = torch.ones(self.width)
+        sizes[-KV_HEADS * values :] = self.value_size
+        self.qkv = [(torch.randn(c, self.width) * sizes).to(self.dtype) for c, _ in self.sequences]
         angles = torch.rand(max(c for c, _ in self.sequences), DIM // 2) * 6
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
         self.norm = torch.rand(DIM) + 0.5
@@ -128,11 +141,17 @@ class Case:
             )  # fmt: skip
 
         with ThreadPoolExecutor(self.ranks) as threads:
-            return torch.cat(list(threads.map(rank, range(self.ranks))))
+            found = torch.cat(list(threads.map(rank, range(self.ranks))))
+        self.meetings = meetings(meeting, self.ranks)
+        return found
 
 
-MIXED = [(1, 1), (700, 1), (1100, 1100), (513, 2), (1500, 40), (256, 256), (900, 300), (5, 5)]
-"""Single tokens, whole prompts, chunks and drafts, of contexts from one token to six spans."""
+MIXED = [
+    (1, 1), (700, 1), (1100, 1100), (513, 2), (1500, 40), (256, 256), (900, 300), (5, 5), (264, 16),
+]  # fmt: skip
+"""Single tokens, whole prompts, chunks and drafts, of contexts from one token to six spans; of the
+last, half of the rows see nothing of the second span.
+"""
 
 
 @needs_native
@@ -185,6 +204,34 @@ def test_in_many_rounds(dtype: torch.dtype, worth: int) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("stored", "new", "expected"),
+    [
+        ("same", 1, 1 + 1), ("same", 120, 1 + 8), ("same", 121, 1 + 6),
+        ("int8", 64, 1 + 4), ("int8", 65, 1 + 3),
+    ],
+)  # fmt: skip
+def test_the_fewer_bytes_are_given(stored: str, new: int, expected: int) -> None:
+    """A row gets 544 bytes of a span, which is 64 KiB, or 34 in int8. A place of 140,032 has room
+    for two of 11 spans, or four, or for two times what 32 rows have of all. Rows meet before.
+    """
+    case = Case([(2700, new)], 2, stored=STORED[stored])
+    assert torch.equal(case.together(ops.ring_attention, 140_032, 10**6), case.alone())
+    assert case.meetings == expected
+
+
+@needs_native
+@pytest.mark.parametrize("new", [1, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_too_small_for_their_type_are_zeros(dtype: torch.dtype, new: int) -> None:
+    """Rows that ask and rows that spans pass by."""
+    case = Case([(700, new)], 2, dtype, value_size=3e-37)
+    alone = case.alone()
+    assert 0.01 < (alone == 0).double().mean() < 0.99
+    assert torch.equal(case.together(ops.ring_attention), alone)
+
+
+@needs_native
 def test_fewer_rows_than_ranks() -> None:
     for sequences in ([(600, 1)], [(1, 1)], [(300, 2)], [(2000, 1), (40, 1)]):
         case = Case(sequences, 4)
@@ -223,19 +270,27 @@ def test_sampled_rows_come_to_the_first_rank(which: str, dtype: torch.dtype) -> 
     assert all(other.shape == (7, 0) for other in others)
 
 
-def test_shares_of_a_step() -> None:
+@pytest.mark.parametrize("worth", [0, 2000])
+def test_shares_of_a_step(worth: int) -> None:
     """Rows are dealt by what they cost, slots by who keeps them."""
     case = Case([(1000, 600), (700, 1)], 2)
     step, _ = case.step(before=False)
-    parts = [Ring(rank, 2, meeting_of(64)).part(step, worth=0) for rank in range(2)]
+    parts = [Ring(rank, 2, meeting_of(64)).part(step, worth) for rank in range(2)]
     assert torch.equal(parts[0].rows, parts[1].rows)
     assert torch.equal(torch.cat([part.tokens for part in parts]), step.tokens)
-    costs = [float((part.positions + 1).sum()) for part in parts]
-    assert abs(costs[0] - costs[1]) < 2200
+    costs = [float((part.positions + 1 + worth).sum()) for part in parts]
+    assert abs(costs[0] - costs[1]) < 2 * (1000 + worth)
     own = torch.stack([part.slots for part in parts])
     assert ((own >= 0).sum(0) == 1).all()
     rank, offset = own.argmax(0), own.max(0).values
     assert torch.equal(offset // 256 * 512 + rank * 256 + offset % 256, step.slots)
+
+
+@pytest.mark.parametrize(("worth", "second"), [(0, 6), (28, 5)])
+def test_rows_cost_products_too(worth: int, second: int) -> None:
+    """Of 8 rows, row i costs i + 1 + worth: half of 36 is within row 5, of 260 within row 4."""
+    step, _ = Case([(8, 8)], 1).step(before=False)
+    assert Ring(0, 2, meeting_of(64)).part(step, worth).rows.tolist() == [0, second, 8]
 
 
 @pytest.mark.parametrize("which", ["reference", *["native"] * (native.handle is not None)])
@@ -262,6 +317,18 @@ def test_copies_are_of_who_keeps_them(which: str) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(rank, range(2))) == [[True], [True, True]]
+
+
+@needs_native
+def test_as_long_as_a_ring_says() -> None:
+    """Where a model is loaded and where a row is computed, the same is refused."""
+    place_bytes = 140_032
+    most = Ring(0, 1, meeting_of(place_bytes)).most_tokens(DIM)
+    assert most == 32 * 256
+    case = Case([(most, 1)], 1)
+    assert torch.equal(case.together(ops.ring_attention, place_bytes), case.alone())
+    with pytest.raises(RuntimeError, match="a context of 8193 tokens has no room"):
+        Case([(most + 1, 1)], 1).together(ops.ring_attention, place_bytes)
 
 
 @needs_native

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +14,7 @@ from penstock.cache import PagedLatents
 from penstock.kernels import native
 from penstock.parallel import Ring
 from penstock.step import RingStep, Step
-from tests.ops.test_ring import ISAS, ints, meeting_of, needs_native
+from tests.ops.test_ring import ISAS, ints, meeting_of, meetings, needs_native
 
 HEADS, RANK, TURNING = 4, 40, 8
 SEQUENCES = [(1, 1), (700, 1), (900, 900), (1300, 40), (256, 256), (513, 2)]
@@ -24,20 +24,27 @@ SEQUENCES = [(1, 1), (700, 1), (900, 900), (1300, 40), (256, 256), (513, 2)]
 class Case:
     """Rows of sequences whose last tokens come now, after all others."""
 
-    def __init__(self, ranks: int, dtype: torch.dtype, window: int = 0) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        sequences: Sequence[tuple[int, int]] = SEQUENCES,
+    ) -> None:
         torch.manual_seed(5)
+        self.sequences = sequences
         self.ranks, self.dtype, self.window, self.size = ranks, dtype, window, 256 * ranks
-        needs = [-(-context // self.size) for context, _ in SEQUENCES]
+        needs = [-(-context // self.size) for context, _ in self.sequences]
         self.blocks = sum(needs)
         order = torch.randperm(self.blocks).to(torch.int32)
         self.table = torch.zeros(len(needs), max(needs), dtype=torch.int32)
         for row, part in zip(self.table, order.split(needs), strict=True):
             row[: len(part)] = part
-        self.kv = [torch.randn(c, RANK + TURNING).to(dtype) for c, _ in SEQUENCES]
-        angles = torch.rand(1300, TURNING // 2) * 6
+        self.kv = [torch.randn(c, RANK + TURNING).to(dtype) for c, _ in self.sequences]
+        angles = torch.rand(max(c for c, _ in self.sequences), TURNING // 2) * 6
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
         self.norm = torch.rand(RANK) + 0.5
-        tokens = sum(new for _, new in SEQUENCES)
+        tokens = sum(new for _, new in self.sequences)
         self.q = torch.randn(tokens, HEADS, RANK + TURNING).to(dtype)
 
     def cache(self, size: int) -> Tensor:
@@ -45,7 +52,7 @@ class Case:
         return layout.allocate(self.blocks * self.size // size)[0][0]
 
     def step(self, before: bool) -> tuple[Step, Tensor]:
-        spans = [(0, c - n) if before else (c - n, c) for c, n in SEQUENCES]
+        spans = [(0, c - n) if before else (c - n, c) for c, n in self.sequences]
         at = torch.cat([torch.arange(a, b) for a, b in spans]).int()
         of = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(spans)])
         slots = self.table[of, at.long() // self.size] * self.size + at % self.size
@@ -90,7 +97,9 @@ class Case:
             )  # fmt: skip
 
         with ThreadPoolExecutor(self.ranks) as threads:
-            return torch.cat(list(threads.map(rank, range(self.ranks))))
+            found = torch.cat(list(threads.map(rank, range(self.ranks))))
+        self.meetings = meetings(meeting, self.ranks)
+        return found
 
 
 @needs_native
@@ -112,3 +121,11 @@ def test_the_reference(dtype: torch.dtype) -> None:
     case = Case(2, dtype, window=400)
     close = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(case.together("reference"), case.alone(), rtol=close, atol=close)
+
+
+@needs_native
+def test_of_any_length() -> None:
+    """Latents pass by, of few rows too: four of 20 spans have room at once, all parts have none."""
+    case = Case(2, torch.bfloat16, sequences=[(5000, 3)])
+    assert torch.equal(case.together("native", 110_000), case.alone())
+    assert case.meetings == 1 + 5

@@ -21,7 +21,6 @@ from penstock.models.load import load_model
 from penstock.nn.shared import check_shareable
 from penstock.nn.spec import VisionSpec
 from penstock.ops.attention import SPAN
-from penstock.ops.ranks import HEADER
 from penstock.parallel import Ring
 from penstock.runtime import Program
 from penstock.runtime.device import CPU
@@ -30,6 +29,7 @@ from penstock.runtime.hidden import HiddenRunner
 from penstock.runtime.runner import Forward, Runner
 from penstock.step import Step
 from tests.models.tiny import CASES, make_model
+from tests.ops.test_ring import meeting_of
 
 LENGTH = 1400
 """Tokens of a prompt: six spans."""
@@ -54,10 +54,6 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Long:
         return made[name]
 
     return get
-
-
-def meeting_of(place_bytes: int) -> Tensor:
-    return torch.zeros(HEADER + 2 * place_bytes, dtype=torch.uint8)
 
 
 def steps(size: int) -> list[Step]:

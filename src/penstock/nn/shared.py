@@ -94,7 +94,8 @@ def _check_ring(spec: DecoderSpec, ring: Ring, max_len: int) -> None:
                 f"{what} isn't built for ranks that share a sequence's tokens: leave "
                 "context_parallel_size out."
             )
-    most = min(ring.most_tokens(a.seen_dim) for a in seen)
+    asking = [a for a in seen if a.latent is None]  # latents pass by, however many
+    most = min((ring.most_tokens(a.seen_dim) for a in asking), default=max_len)
     if max_len > most:
         raise ConfigError(
             f"Ranks that share a sequence's tokens have room for {most:,} of them, but "
