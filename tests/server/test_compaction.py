@@ -190,7 +190,7 @@ def test_forced() -> None:
     game = play(Conversation(turns), 1000, forced=True)
     assert run(game).others == turns[-2:]
     assert game.result[1] == 4
-    with pytest.raises(ApiError, match="nothing to summarise: the conversation has 2 messages"):
+    with pytest.raises(ApiError, match="nothing to summarise: of 2 beside the system"):
         run(play(Conversation(turns[:2]), 1000, forced=True))
     again = Conversation([*game.result[0].messages, *turns[:2]], game.result[0].summary)
     assert run(play(again, 1000, forced=True)).others == turns[:2]

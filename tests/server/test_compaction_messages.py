@@ -170,6 +170,37 @@ def test_what_comes_back(client: Anthropic, caplog: pytest.LogCaptureFixture) ->
     assert 0 < count.input_tokens < 100
 
 
+def test_marks_stay_with_the_messages(client: Anthropic) -> None:
+    """A client that marks its latest turns has these marks, and none of turns before."""
+    mark: Any = {"cache_control": {"type": "ephemeral"}}
+    system: Any = [{"type": "text", "text": SYSTEM, **mark}]
+    talk: list[Any] = conversation(10)[1:]
+
+    def marked() -> list[Any]:
+        """The last two turns of the user's."""
+        last = [i for i, x in enumerate(talk) if x["role"] == "user"][-2:]
+        return [
+            {**x, "content": [{"type": "text", "text": x["content"], **mark}]} if i in last else x
+            for i, x in enumerate(talk)
+        ]
+
+    compactions = 0
+    for turn in range(4):
+        answer = ask(client, marked(), system=system)
+        blocks = [block.model_dump(exclude_none=True) for block in answer.content]
+        for block in blocks:
+            if block["type"] == "compaction":
+                compactions += 1
+                kept = unsealed(block["encrypted_content"], "").messages
+                assert len(kept) > 1 and "cache_control" not in str(
+                    [message.model_dump(exclude_none=True) for message in kept]
+                )
+        said = [x for x in blocks if x["type"] != "text" or x["text"]]
+        more = {"role": "user", "content": f"{turn}? {'And what did the dog do then? ' * 6}"}
+        talk += [{"role": "assistant", "content": said}, more]
+    assert compactions > 0
+
+
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"context_management": edits(127)}, "at least 128", "edits[0].trigger.value"),
     ({"context_management": edits("700")}, "must be an integer", "edits[0].trigger.value"),  # type: ignore[arg-type]

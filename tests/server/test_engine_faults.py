@@ -98,7 +98,9 @@ def test_a_request_that_fails_in_mid_stream(running: Running) -> None:
     assert running.rest()["used_blocks"] == 0
 
 
-def test_an_engine_that_dies(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     llm: AsyncLLM = running.llm
     step = llm.engine.step
     steps = 0
@@ -137,6 +139,8 @@ def test_an_engine_that_dies(running: Running, monkeypatch: pytest.MonkeyPatch) 
         assert client.get("/metrics").status_code == 200
         assert client.get("/load").json()["server_load"] == 0
     assert time.monotonic() - start < 20
+    told = [x for x in caplog.records if x.getMessage() == "the engine has stopped"]
+    assert [(x.levelname, x.fields) for x in told] == [("ERROR", {"why": "planted"})]  # type: ignore[attr-defined]
 
 
 def test_more_than_the_cache_holds() -> None:

@@ -76,10 +76,11 @@ class ParallelConfig:
             return
         if self.pipeline_parallel_size == 1:
             object.__setattr__(self, "pipeline_parallel_size", len(given) + 1)
-        if self.pipeline_parallel_size != len(given) + 1 or self.tensor_parallel_size > 1:
+        if self.pipeline_parallel_size != len(given) + 1 or self.width > 1:
             raise ConfigError(
                 f"{len(given)} stage_addresses are those of {len(given) + 1} stages of one process "
-                f"each, the first here; leave tensor_parallel_size and pipeline_parallel_size out."
+                "each, the first here; leave tensor_parallel_size, pipeline_parallel_size and "
+                "context_parallel_size out."
             )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -26,6 +27,8 @@ from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
 from penstock.sampling import BeamSearchParams, SamplingParams
 from penstock.tokenizer import Tokenizer
+
+logger = logging.getLogger("penstock")
 
 T = TypeVar("T")
 Item = RequestOutput | BaseException
@@ -417,6 +420,8 @@ class AsyncLLM:
             _put(loop, items)
 
     def _bury(self, error: BaseException) -> None:
+        if not isinstance(error, EngineDeadError):
+            logger.error("the engine has stopped", extra={"fields": {"why": str(error)}})
         with self._wake:
             self._death = error
         for stream in self._streams.values():

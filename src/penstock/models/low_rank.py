@@ -47,7 +47,7 @@ def why_not(attention: AttentionSpec, rank: int) -> str | None:
         return "the cache has latents (MLA), which are of few dimensions already"
     if rank % COLUMNS or not 0 < rank <= attention.head_dim:
         return (
-            f"keys and values of {attention.head_dim} dimensions a head are kept in a multiple of "
-            f"{COLUMNS} of them"
+            f"keys and values of {attention.head_dim} dimensions a head are kept in fewer, a "
+            f"multiple of {COLUMNS}"
         )
     return None

@@ -225,9 +225,9 @@ class Play:
         assert step is not None
         if self.passes >= MOST_PASSES:
             raise self._error(
-                f"The conversation needs more than {MOST_PASSES} summaries, each of what fits into "
-                f"{self._max_len:,} tokens. Leave out its oldest turns, or send its parts to "
-                "/v1/responses/compact one after the other."
+                f"The conversation's {len(self._body):,} messages need more than {MOST_PASSES} "
+                f"summaries, each of what fits into {self._max_len:,} tokens. Leave out its oldest "
+                "turns, or send its parts to /v1/responses/compact one after the other."
             )
         self.passes += 1
         step.upto = self._as_much_as_fits(step.cut)
@@ -253,9 +253,9 @@ class Play:
             found = self._latest_cut()
             if found is None:
                 raise self._error(
-                    f"There is nothing to summarise: the conversation has {len(self._body):,} "
-                    "messages beside the system's, and the last turn stays as it is. Send it once "
-                    "it has older ones."
+                    f"There is nothing to summarise: of {len(self._body):,} beside the system's no "
+                    "message is older than the last turn, which stays as it is (messages of the "
+                    "user's in a row are one turn). Send it once there are older ones."
                 )
             self._step = _Step(len(self._body), found)
             return True

@@ -225,7 +225,11 @@ def _check_rank(decoder: DecoderSpec, rank: int) -> None:
         if rank == dim:
             raise ConfigError(f"--kv-rank {rank} of {dim} dimensions leaves them all. Lower it.")
         if why := why_not(layer.attention, rank):
-            raise ConfigError(f"--kv-rank {rank} isn't built: {why}.")
+            can = [r for r in range(1, dim) if why_not(layer.attention, r) is None]
+            way_out = (
+                f"It may be {', '.join(map(str, can))}." if can else "It can't be for this model."
+            )
+            raise ConfigError(f"--kv-rank {rank} isn't built: {why}. {way_out}")
 
 
 def _why_not(decoder: DecoderSpec) -> str | None:

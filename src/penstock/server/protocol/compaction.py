@@ -43,9 +43,9 @@ def sealed(conversation: Conversation) -> str:
     Raises ApiError for one that would be larger than an item may be.
     """
     content = {
-        "system": [m.model_dump(exclude_none=True) for m in conversation.system],
+        "system": [_unmarked(message) for message in conversation.system],
         "summary": conversation.summary,
-        "kept": [m.model_dump(exclude_none=True) for m in conversation.others],
+        "kept": [_unmarked(message) for message in conversation.others],
     }
     plain = json.dumps(content, ensure_ascii=False).encode()
     if len(plain) > _MOST_BYTES:
@@ -61,6 +61,15 @@ def sealed(conversation: Conversation) -> str:
         packed = packed.ljust(-(-len(plain) // _RATIO), b"\0")
     digest = hashlib.sha256(packed).digest()[:_DIGEST_BYTES]
     return _PREFIX + base64.urlsafe_b64encode(digest + packed).decode()
+
+
+def _unmarked(message: Message) -> dict[str, Any]:
+    """Without `cache_control`: who sends the item can't see such marks, and has others by then."""
+    found = message.model_dump(exclude_none=True, exclude={"cache_control"})
+    if isinstance(found.get("content"), list):
+        for part in found["content"]:
+            part.pop("cache_control", None)
+    return found
 
 
 def unsealed(text: str, place: str) -> Conversation:
