@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.kernels import native
 from penstock.models.load import load_model
+from penstock.models.sources import open_source
 from penstock.ops.ranks import HEADER
 from penstock.parallel import Ranks, Stage
+from penstock.pipeline.parts import Parts
+from penstock.pipeline.prune.bases import Ranked
 from penstock.runtime import Program
 from penstock.runtime.device import CPU, Device
 from penstock.runtime.footprint import _scratch, footprints, meetings_of, total_of
@@ -27,15 +32,19 @@ from penstock.runtime.meetings import met_bytes
 from penstock.runtime.parts import PART_TOKENS, largest_part, parts_of
 from penstock.runtime.plan import fixed_tensors
 from penstock.step import Step
-from tests.models.tiny import Make
+from tests.models.tiny import CASES as KINDS
+from tests.models.tiny import Make, make_model
+from tests.pipeline.test_kv_rank import chosen, written
 
 needs_native = pytest.mark.skipif(native.handle is None, reason=str(native.reason))
 LENGTH, TOKENS, SEQUENCES = 160, 96, 4
 PLACE = 1 << 22
+WIDE = {"num_hidden_layers": 1, "intermediate_size": 8192, "max_position_embeddings": 2048}
+"""Rows that kernels keep beside a step's tensors are a sixth of all that a process has."""
 
 MIXTURES = ["mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]
-MODELS = ["llama3-rope", "gpt2", "olmo2", *MIXTURES]
-"""GQA, MHA, a norm over all heads, experts in both ways, sinks, latents."""
+MODELS = ["llama3-rope", "gpt2", "olmo2", "ranked", *MIXTURES]
+"""GQA, MHA, a norm over all heads, fewer dimensions, experts in both ways, sinks, latents."""
 DIVIDED: list[dict[str, int]] = [
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 4},
@@ -67,6 +76,30 @@ print(json.dumps(found))
 """
 
 
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Checkpoints by name, each made once: tiny ones, and two that are like none of those."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name in KINDS:
+            return tiny(name).folder
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            if name == "ranked":
+                parts = Parts.of(open_source(tiny("llama").folder))
+                written(Ranked(parts, chosen(parts)), made[name])
+            else:
+                kind = KINDS["llama3-rope"]
+                make_model(replace(kind, changes=kind.changes | WIDE)).save_pretrained(made[name])
+        return made[name]
+
+    return get
+
+
 def asked(folder: Path, **more: Any) -> EngineConfig:
     return EngineConfig.of(
         model=str(folder), max_model_len=LENGTH, max_num_seqs=SEQUENCES, dtype="bfloat16",
@@ -76,10 +109,12 @@ def asked(folder: Path, **more: Any) -> EngineConfig:
 
 @needs_native
 @pytest.mark.parametrize(("name", "divided"), CASES)
-def test_each_has_what_it_was_said_to_have(tiny: Make, name: str, divided: dict[str, int]) -> None:
+def test_each_has_what_it_was_said_to_have(
+    folder_of: Folder, name: str, divided: dict[str, int]
+) -> None:
     """Weights and cache by `==`, and so are the buffers of a step."""
     whole = bool(divided.get("enable_expert_parallel"))
-    folder = tiny(name).folder
+    folder = folder_of(name)
     found = footprints(asked(folder, **divided), CPU, TOKENS)
     stages, width = (divided.get(f"{x}_parallel_size", 1) for x in ("pipeline", "tensor"))
     assert len(found) == stages * width
@@ -168,15 +203,16 @@ def test_what_can_not_be_divided(tiny: Make) -> None:
 @pytest.mark.parametrize(("model", "options", "sizes"), [
     ("stories", {"tensor_parallel_size": 2}, (48, 450, 50)),
     ("stories", {"pipeline_parallel_size": 2}, (48, 450, 50)),
+    ("wide", {"tensor_parallel_size": 2, "dtype": "float32"}, (1, 1900, 20)),
     pytest.param("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True},
                  (32, 200, 30), marks=pytest.mark.slow),
     pytest.param("deepseek-v3", {"tensor_parallel_size": 2}, (32, 200, 30), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_memory_is_what_ranks_have(
-    tiny: Make, model: str, options: dict[str, Any], sizes: tuple[int, int, int]
+    folder_of: Folder, model: str, options: dict[str, Any], sizes: tuple[int, int, int]
 ) -> None:
     """Each process within 3%, and so all of them, what they share counted once."""
-    folder = model if model == "stories" else str(tiny(model).folder)
+    folder = model if model == "stories" else str(folder_of(model))
     command = [sys.executable, "-c", ENGINE, json.dumps([folder, options, *sizes])]
     measured = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     command = [sys.executable, "-c", "from penstock.cli.main import run; run()", "plan", folder]

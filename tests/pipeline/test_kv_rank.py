@@ -71,6 +71,55 @@ def projected(
     return lambda: likelihoods(model)
 
 
+Sides = tuple[Tensor, Tensor]
+"""x [G, D, N] and y [G, D, M] float64, whose products xᵀ·y are to be kept."""
+
+
+def products(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sides, Sides]]:
+    """Of each layer, on the text: queries and keys; what reads heads and what those saw."""
+    modeling = sys.modules[type(model).__module__]
+    plain = modeling.eager_attention_forward
+    found: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in model.model.layers]
+
+    def attend(module: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
+        seen, weights = plain(module, query, key, *rest, **named)
+        found[module.layer_idx].append((query[0], key[0], seen[0].transpose(0, 1)))
+        return seen, weights
+
+    def grouped(heads: Tensor, count: int) -> Tensor:  # [H, N, D] → [count, D, H / count · N]
+        return heads.double().unflatten(0, (count, -1)).flatten(1, 2).mT
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(modeling, "eager_attention_forward", attend)
+        for window in TEXT.windows:
+            model(torch.tensor([window]), use_cache=False)
+    sides = []
+    for layer, own in zip(model.model.layers, found, strict=True):
+        queries, keys, seen = (torch.cat(each, 1) for each in zip(*own, strict=True))
+        readers = layer.self_attn.o_proj.weight.detach().unflatten(1, (len(queries), -1))
+        x, y, u, v = (grouped(z, len(keys)) for z in (queries, keys, readers.transpose(0, 1), seen))
+        sides.append(((x, y), (u, v)))
+    return sides
+
+
+def lost(sides: Sides, a: Tensor, b: Tensor) -> Tensor:
+    """Squared error of xᵀ·A·Bᵀ·y, [G]."""
+    x, y = sides
+    eye = torch.eye(x.shape[1], dtype=torch.float64)
+    return (x.mT @ (eye - a.double() @ b.double().mT) @ y).square().sum((1, 2))
+
+
+def least(sides: Sides) -> Tensor:
+    """That of any A and B of so many columns, as Eckart and Young say."""
+    x, y = sides
+    return torch.linalg.svdvals(x.mT @ y)[:, RANK:].square().sum(1)
+
+
+def best_of(one: Tensor) -> Tensor:
+    """The directions that it has the most of, whatever it is multiplied by."""
+    return torch.linalg.svd(one, full_matrices=False)[0][..., :RANK]
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "phi3", "olmo2"]
 )
@@ -123,14 +172,27 @@ def test_no_bases_are_nearer() -> None:
     y = y * torch.logspace(0, -2, 24, dtype=torch.float64)  # keys of few dimensions
     a, b = (found.double() for found in _nearest(x @ x.mT, y @ y.mT, RANK))
 
-    def lost(a: Tensor, b: Tensor) -> Tensor:
-        eye = torch.eye(24, dtype=torch.float64)
-        return (x.mT @ (eye - a @ b.mT) @ y).square().sum((1, 2))
+    torch.testing.assert_close(lost((x, y), a, b), least((x, y)), rtol=1e-3, atol=0)
+    own = best_of(y)
+    assert (lost((x, y), own, own) > 1.2 * least((x, y))).all()
 
-    least = torch.linalg.svdvals(x.mT @ y)[:, RANK:].square().sum(1)
-    torch.testing.assert_close(lost(a, b), least, rtol=1e-3, atol=0)
-    own = torch.linalg.svd(y)[0][..., :RANK]
-    assert (lost(own, own) > 1.2 * least).all()
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bases_of_a_model_are_the_nearest(
+    name: str, tiny: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of transformers' scores, and of its heads with the weights that read them: no other bases of
+    so many columns lose less, and those of either side alone, or exchanged, lose more.
+    """
+    made = tiny(name)
+    bases = chosen(parts_of(made))
+    for own, (scores, heads) in zip(bases, products(made.oracle, monkeypatch), strict=True):
+        for sides, a, b in ((scores, own.queries, own.keys), (heads, own.read, own.values)):
+            fewest = least(sides)
+            torch.testing.assert_close(lost(sides, a, b), fewest, rtol=1e-3, atol=0)
+            others = [(one, one) for one in map(best_of, sides)]
+            for other in (*others, (b, a)):
+                assert (lost(sides, *other) > 1.1 * fewest).all()
 
 
 def test_training_brings_it_nearer(tiny: Make) -> None:

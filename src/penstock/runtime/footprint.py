@@ -18,6 +18,7 @@ from penstock.models.hub import resolve
 from penstock.models.load import Description, LoadedModel, describe, weight_bytes
 from penstock.models.weights import check_complete
 from penstock.nn import Decoder, DecoderSpec, LayerSpec
+from penstock.nn.attention import Bases
 from penstock.nn.decoder import MATRICES
 from penstock.nn.experts import ExpertBank
 from penstock.nn.linear import Embedding, Linear
@@ -280,6 +281,9 @@ def _stand_in(spec: DecoderSpec, dtype: torch.dtype, ranks: Ranks | None) -> Dec
             module.own("weight", torch.empty((module.vocab_size, columns), dtype=dtype))
         elif isinstance(module, Vector):
             module.own("weight", torch.empty(len(module.kept)))
+        elif isinstance(module, Bases):
+            sides, _, dim, kept = module.shape
+            module.own("weight", torch.empty((sides, len(module.kept), dim, kept)))
         elif isinstance(module, Loadable) and module.keeper is module:
             for name, shape in module.expected().items():
                 module.own(name, torch.empty(shape))
