@@ -89,10 +89,16 @@ bool flows(const AttentionArgs& a) {
   return by_tiles<T>(a) && !a.recent.slots && !a.latent;
 }
 
-// Of a task.
+// Of a task. By vectors all rows pass over whatever one of them sees: those of few positions do, beside
+// what a window leaves of them; and more rows are worth it only where they take panels once.
 template <typename T>
 int64_t most_rows(const AttentionArgs& a) {
-  return by_tiles<T>(a) && !flows<T>(a) ? kSpanRows : kMostRows;
+  if (flows<T>(a)) return kMostRows;
+  if (by_tiles<T>(a) || !take_once<RowOf<T>>(kMostRows)) return kSpanRows;
+  const int64_t near = a.window > 0 && a.window / 16 < kGroup ? a.window / 16 : kGroup;
+  int64_t rows = kMostRows;
+  while (rows > kSpanRows && rows > near * (a.heads / a.kv_heads)) rows /= 2;
+  return rows;
 }
 
 // body(what does a task). Few rows, that wait for memory, take it span by span.

@@ -421,7 +421,8 @@ class AsyncLLM:
 
     def _bury(self, error: BaseException) -> None:
         if not isinstance(error, EngineDeadError):
-            logger.error("the engine has stopped", extra={"fields": {"why": str(error)}})
+            fields = {"why": str(error) or type(error).__name__}
+            logger.error("the engine has stopped", extra={"fields": fields}, exc_info=error)
         with self._wake:
             self._death = error
         for stream in self._streams.values():

@@ -52,8 +52,7 @@ def sealed(conversation: Conversation) -> str:
         raise ApiError(
             400,
             f"The turns that stay as they are, and the summary, have {len(plain):,} bytes; a "
-            f"compaction item holds {_MOST_BYTES:,}. Send shorter messages or smaller pictures, or "
-            "a lower compact_threshold.",
+            f"compaction item holds {_MOST_BYTES:,}. Send shorter messages or smaller pictures.",
             code=IMPOSSIBLE,
         )
     packed = zlib.compress(plain)
