@@ -205,7 +205,7 @@ def test_a_rank_that_is_killed_in_a_step() -> None:
             "tensor_parallel_size=2 with context_parallel_size=2 isn't b",
         ),
         ({"pipeline_parallel_size": 2}, "share the tokens of a sequence or the weights"),
-        ({"stage_addresses": ["a:1"]}, "1 stage_addresses are those of 2 .*context_parallel_size out"),
+        ({"stage_addresses": ["a:1"]}, "are those of 2 .*context_parallel_size out"),
         (
             {"block_size": 64},
             "blocks of 512 tokens, of which each rank keeps 256, so block_size=64",
