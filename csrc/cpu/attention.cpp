@@ -1,7 +1,7 @@
 // Attention over paged panels of keys and values, in fixed spans of 256 positions.
 //
-// A task is up to 128 query rows (token, head) of one sequence that share a key-value head, fewer where there
-// would be too few tasks. Scores are x · key panels and the output is weights · value panels: the inner
+// A task is up to 128 query rows (token, head) of one sequence that share a key-value head (most_rows), fewer
+// where there would be too few tasks. Scores are x · key panels and the output is weights · value panels: the inner
 // loop of `linear`. A span gives (maximum, sum, weighted values) on its own; spans are joined in order,
 // after what a sequence's first tokens give where queries of their own ask them.
 // When there are too few tasks to keep the threads busy, the spans of one task go to different

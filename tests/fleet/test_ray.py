@@ -177,6 +177,33 @@ def test_a_cluster_that_takes_no_actors(monkeypatch: pytest.MonkeyPatch) -> None
     assert "Ray takes no actor: the head is gone." in worker.reason
 
 
+@pytest.mark.parametrize(("timeout_s", "starts"), [(60.0, 3), (0.0, 1)])
+def test_a_crash_is_no_lack(monkeypatch: pytest.MonkeyPatch, timeout_s: float, starts: int) -> None:
+    """What was lacking a moment ago doesn't make a crash final; waiting in vain for it does."""
+
+    class Crashing:
+        pid, lack, last_words, given_up = 1, "It waits for CPU 9.", "", None
+
+        async def reached(self) -> None:
+            await asyncio.Event().wait()
+
+        async def ended(self) -> int:
+            await asyncio.sleep(0.3)  # the lack is seen before
+            return -signal.SIGSEGV
+
+        def end_at_once(self, why: str) -> None:
+            self.given_up = why
+
+    async def start() -> Any:
+        return Crashing()
+
+    monkeypatch.setattr("penstock.fleet.worker._BACKOFF_S", (0.0,))
+    worker = RemoteWorker("m/0", "m", [], cast(Cluster, None), Needs(), timeout_s, lambda: None)
+    monkeypatch.setattr(worker, "_start", start)
+    asyncio.run(worker.run())
+    assert (worker.state, worker.starts, worker.lack) == ("failed", starts, "It waits for CPU 9.")
+
+
 def test_what_ray_says_in_short() -> None:
     died = "The actor died unexpectedly before finishing this task.\n\tclass_name: Server\n"
     gone = "The actor died because its node has died. Node Id: 5f12"
