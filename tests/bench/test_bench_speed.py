@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from penstock.bench import environment, latency, throughput
 from penstock.bench.meter import Meter
 from penstock.bench.report import Column, above
+from penstock.bench.workload import setup, title
 from penstock.cli.main import app
 from penstock.config import EngineConfig
+from penstock.config.parallel import ParallelConfig
 from penstock.hardware import Hardware, Peaks
 from penstock.roofline import StepRecord, StepSize, floor_s
 from penstock.runtime import load_runtime
@@ -115,6 +117,14 @@ def test_latency(tiny: Path, context: int) -> None:
     assert prefill["share_of_matrix_peak"] == pytest.approx(
         prefill["flops"] / prefill["seconds"] / PEAKS.tile_flops
     )
+
+
+def test_ranks_stand_in_the_heading(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, where = meter(tiny), {"isa": "avx2", "threads": 2}
+    assert setup(run)["ranks"] == 1 and title("X", run, where).endswith(", 2 threads")
+    monkeypatch.setattr(ParallelConfig, "size", 3)
+    assert setup(run)["ranks"] == 3
+    assert title("X", run, where).endswith(", 2 threads, 3 ranks")
 
 
 @pytest.mark.usefixtures("fake_peaks")

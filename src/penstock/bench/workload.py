@@ -104,7 +104,7 @@ def title(name: str, meter: Meter, where: dict[str, Any]) -> str:
         f"{name}: {model['model']} ({model['family']}, {model['weights']} weights, "
         f"{model['weight_bytes'] / 1e6:,.1f} MB a step), {where['isa']} kernels, "
         f"{count(where['threads'], 'thread')}"
-        f"{', ' + count(model['processes'], 'process') if model['processes'] > 1 else ''}"
+        f"{', ' + count(model['ranks'], 'rank') if model['ranks'] > 1 else ''}"
     )
 
 
@@ -136,5 +136,5 @@ def setup(meter: Meter) -> dict[str, Any]:
         "weights": meter.weight_format,
         "compute": meter.compute,
         "weight_bytes": one.weight_bytes,
-        "processes": meter.engine.config.parallel.size,
+        "ranks": meter.engine.config.parallel.size,
     }
