@@ -10,6 +10,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "delta.h"
 #include "latent.h"
 #include "mixture.h"
 #include "records.h"
@@ -31,6 +32,8 @@ namespace penstock {
   void rotary_cache(const RotaryCacheArgs&);      \
   void turn(const TurnArgs&);                     \
   void latent_cache(const LatentCacheArgs&);      \
+  void delta_rule(const DeltaArgs&);              \
+  void gate_by(const GateByArgs&);                \
   void attention(const AttentionArgs&);           \
   void ring_attention(const RingArgs&);           \
   void argmax(const ArgmaxArgs&);                 \
@@ -82,7 +85,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
    isa::scaled_add, isa::gate_rows, isa::route, isa::combine, isa::softcap, isa::gate, isa::rotary_cache, isa::turn, \
-   isa::latent_cache, tiles::attention, tiles::ring_attention, isa::argmax, isa::mask, \
+   isa::latent_cache, isa::delta_rule, isa::gate_by, tiles::attention, tiles::ring_attention, isa::argmax, isa::mask, \
    isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
    isa::uniforms, isa::pack, isa::quantize, isa::rotate}
 

@@ -21,6 +21,7 @@ struct Held {
   int64_t adapters = INT64_MAX;        // of every product that has some
   int64_t kept_rows = INT64_MAX;       // of the stores that rows are kept in
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
+  int64_t slots = 0;                   // of states, in every layer that has some
   int64_t ranks = 1, rank = 0;         // that have a part each of every block, and rows of a step (ring.h)
   bool shares_rows = false;
   Recent recent = {};                  // of every cache, or none: its places are the same

@@ -438,11 +438,13 @@ struct LoraArgs {
 // The products of the kernels in use.
 void lora_add(const LoraArgs& a);
 
-// Mixtures of experts (mixture.h), attention over latents (latent.h).
+// Mixtures of experts (mixture.h), attention over latents (latent.h), the delta rule (delta.h).
 struct RouteArgs;
 struct CombineArgs;
 struct TurnArgs;
 struct LatentCacheArgs;
+struct DeltaArgs;
+struct GateByArgs;
 
 // One table for each instruction set.
 struct RingArgs;  // ring.h
@@ -462,6 +464,8 @@ struct Kernels {
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*turn)(const TurnArgs&);
   void (*latent_cache)(const LatentCacheArgs&);
+  void (*delta_rule)(const DeltaArgs&);
+  void (*gate_by)(const GateByArgs&);
   void (*attention)(const AttentionArgs&);
   void (*ring_attention)(const RingArgs&);
   void (*argmax)(const ArgmaxArgs&);
@@ -483,7 +487,7 @@ const Kernels& kernels();
 // Memory that a thread keeps for `purpose` until it ends, at least `bytes` long, 64-byte aligned.
 enum class Scratch : int {
   rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, columns, largest,
-  places, picked, hidden, change, routed, products, found, all_rows, queries, carried, count
+  places, picked, hidden, change, routed, products, found, all_rows, queries, carried, delta, count
 };
 void* scratch(Scratch purpose, size_t bytes);
 

@@ -39,6 +39,8 @@ void call(const ForeignRowsArgs& a) { foreign_rows(a); }
 void call(const RingArgs& a) { ring_attention(a); }
 void call(const RingLatentsArgs& a) { ring_latents(a); }
 void call(const GatherRowsArgs& a) { gather_rows(a); }
+void call(const DeltaArgs& a) { kernels().delta_rule(a); }
+void call(const GateByArgs& a) { kernels().gate_by(a); }
 void call(const RowsArgs& a) {
   for (int64_t row = 0; row < a.rows; row++)
     if (!a.wanted || a.wanted[row] != 0)
@@ -59,7 +61,7 @@ void Program::finish(int logits) {
   logits_ = logits;
   std::vector<size_t> last(values_.size(), 0);
   for (size_t i = 0; i < nodes_.size(); i++)
-    for (int value : {nodes_[i].x, nodes_[i].y})
+    for (int value : {nodes_[i].x, nodes_[i].y, nodes_[i].z})
       if (value >= 0) last[static_cast<size_t>(value)] = i;
   buffer_of_.assign(values_.size(), -1);
   std::vector<int> free;
@@ -77,7 +79,7 @@ void Program::finish(int logits) {
       buffer_of_[static_cast<size_t>(y)] = free.back();
       free.pop_back();
     }
-    for (int value : {nodes_[i].x, y})
+    for (int value : {nodes_[i].x, y, nodes_[i].z})
       if (value >= 0 && value != logits && last[static_cast<size_t>(value)] == i)
         free.push_back(buffer_of_[static_cast<size_t>(value)]);
   }
@@ -97,7 +99,7 @@ void Program::find_direct() {
   const auto uses = [&](int value) {
     std::vector<size_t> found;
     for (size_t i = 0; i < nodes_.size(); i++)
-      if (nodes_[i].x == value || nodes_[i].y == value) found.push_back(i);
+      if (nodes_[i].x == value || nodes_[i].y == value || nodes_[i].z == value) found.push_back(i);
     return found;
   };
   for (size_t i = 0; i < nodes_.size(); i++) {
@@ -287,6 +289,24 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.slots = step.slots;
     a.copies = step.copies;
     a.copied = step.copied;
+  } else if constexpr (std::is_same_v<Args, DeltaArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.gates = static_cast<const float*>(data(node.z, output));
+    a.gates_stride = at(node.z).columns;
+    a.query_start = step.query_start;
+    a.sequences = step.sequences;
+    a.states = step.states;
+    a.kept = step.kept;
+    a.kept_count = step.kept_count;
+    a.tokens = rows;
+    a.y = y;
+  } else if constexpr (std::is_same_v<Args, GateByArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.y = y;
+    a.y_stride = out.columns;
+    a.rows = rows;
   } else if constexpr (std::is_same_v<Args, HeadsArgs>) {
     a.x = x;
     a.x_stride = stride;

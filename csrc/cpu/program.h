@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "delta.h"
 #include "foreign.h"
 #include "latent.h"
 #include "mixture.h"
@@ -28,7 +29,9 @@ struct StepArrays {
   const int32_t* sample_at;
   const int32_t* copies;    // [copied, 2]
   const int32_t* adapters;  // [count]; null: no row has one
-  int64_t table_stride, count, sequences, sampled, copied;
+  const int32_t* states;    // [sequences], of DeltaArgs; null: each begins with the step
+  const int32_t* kept;      // [kept_count, 2], of DeltaArgs
+  int64_t table_stride, count, sequences, sampled, copied, kept_count;
   // Where ranks have some rows each (ring.h): those arrays are this one's tokens and positions, and else
   // of all rows.
   const int32_t* rows;           // [ranks + 1]
@@ -59,15 +62,16 @@ class Program {
     int64_t dim;  // of each head, for queries
   };
 
-  // x: the value that is read; y: the one that is written, or added to in place. −1: none.
+  // x: the value that is read, and z beside it; y: the one that is written, or changed in place. −1: none.
   struct Node {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
                  ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
                  RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs, PassArgs,
-                 ForeignRowsArgs, RingArgs, RingLatentsArgs, GatherRowsArgs>
+                 ForeignRowsArgs, RingArgs, RingLatentsArgs, GatherRowsArgs, DeltaArgs, GateByArgs>
         args;
     int x, y;
     Ids ids;
+    int z = -1;
     // (up to so many rows, how), in order; more rows go as the last
     std::vector<std::pair<int64_t, LinearVariant>> variants = {};
   };

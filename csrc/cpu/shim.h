@@ -11,6 +11,7 @@
 #include <optional>
 #include <tuple>
 
+#include "delta.h"
 #include "latent.h"
 #include "mixture.h"
 
@@ -255,6 +256,14 @@ void mla_cache(const Tensor& kv, const Tensor& norm, double eps, const Tensor& c
 Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_start,
                      const Tensor& context_len, const Tensor& block_table, double scale,
                      int64_t rank, int64_t window, int64_t sink_tokens);
+
+// ── shim_delta.cpp ───────────────────────────────────────────────────────────────────────────
+
+DeltaArgs delta_args(Form x, Form gates, const Tensor& conv, const Tensor& rates,
+                     const Tensor& shift, const Tensor& norm, double eps, const Tensor& state, const Tensor& inputs);
+// What sequences go on from and what is kept of them, in `slots`. Returns how much is kept.
+int64_t check_states(const Sequences& s, const Optional& states, const Optional& kept, int64_t slots,
+                     const char* what);
 
 // ── shim_select.cpp ──────────────────────────────────────────────────────────────────────────
 

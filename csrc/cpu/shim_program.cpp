@@ -371,7 +371,7 @@ Program::Output output_of(const Program& program, const Tensor& out, int64_t row
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
                  const Tensor& sample_at, Optional copies, Optional adapters, Optional all_positions,
-                 Optional rows, const Tensor& out, Optional times) {
+                 Optional rows, Optional states, Optional kept, const Tensor& out, Optional times) {
   const auto p = held(id);
   Program& program = p->program;
   STD_TORCH_CHECK(program.logits() >= 0, "Program ", id, " isn't finished");
@@ -405,6 +405,11 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   step.copied = check_copies(copies, step.total, p->blocks * p->block_size);
   STD_TORCH_CHECK(step.copied == 0 || !p->recent.slots, "There are no copies beside a window");
   if (step.copied > 0) step.copies = static_cast<const int32_t*>(copies->data_ptr());
+  if (p->slots > 0) {
+    step.kept_count = check_states(s, states, kept, p->slots, "delta_rule");
+    if (states) step.states = static_cast<const int32_t*>(states->data_ptr());
+    if (step.kept_count > 0) step.kept = static_cast<const int32_t*>(kept->data_ptr());
+  }
   if (adapters) step.adapters = check_adapters(*adapters, step.count, p->adapters);
   STD_TORCH_CHECK(std::max(step.count, step.sampled) <= p->kept_rows, "A step of ", step.count,
                   " tokens whose rows are kept has room for ", p->kept_rows);
@@ -473,8 +478,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
-      "Tensor? copies, Tensor? adapters, Tensor? all_positions, Tensor? rows, Tensor(a!) out, "
-      "Tensor? times) -> ()");
+      "Tensor? copies, Tensor? adapters, Tensor? all_positions, Tensor? rows, Tensor? states, "
+      "Tensor? kept, Tensor(a!) out, Tensor? times) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {

@@ -52,6 +52,20 @@ class Step:
         return None
 
     @property
+    def states(self) -> Tensor | None:
+        """[B] int32: where the states lie that sequences go on from, −1 at their beginning; None:
+        all of them begin with the step.
+        """
+        return None
+
+    @property
+    def kept(self) -> Tensor | None:
+        """[N, 2] int32: tokens, by rising number, and where the states after them go; None:
+        nowhere.
+        """
+        return None
+
+    @property
     def adapters(self) -> Tensor | None:
         """[T] int32: the slot of each token's adapter, negative where it has none; None: no such
         tokens.
@@ -68,6 +82,14 @@ class ForkedStep(Step):
     """
 
     copies: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulStep(Step):
+    """A step of a model some of whose layers have states in place of a cache (`ops.delta`)."""
+
+    states: Tensor
+    kept: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.kernels import native
 from penstock.models import Checkpoint, load_weights, read_spec
 from penstock.models.load import load_model
 from penstock.nn import Decoder, DecoderSpec, LayerSpec
+from penstock.nn.decoder import has_states
 from penstock.quant import formats_of
 from penstock.runtime import Program
 
@@ -78,7 +80,8 @@ def test_every_family_in_four_bits(tiny: Make, name: str) -> None:
     got = whole.feed(case.prompt)
     assert got.isfinite().all() and torch.equal(got, eager.feed(case.prompt))
     near = case.expect(case.prompt).log_softmax(-1)
-    assert (near.exp() * (near - got.log_softmax(-1))).sum(-1).mean() < 0.5
+    drift = (near.exp() * (near - got.log_softmax(-1))).sum(-1).mean()
+    assert drift < (1.5 if has_states(model.spec.layers) else 0.5)  # of eight bits up to 0.2 there
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,9 +112,16 @@ def test_bfloat16_drifts_little(tiny: Make, name: str) -> None:
     assert 0.05 < want.exp().amax(-1).mean() < 0.9
     got = Sequence(case.load("bfloat16").model).feed(case.prompt).log_softmax(-1)
     drift = (want.exp() * (want - got)).sum(-1)
-    mixed = any(layer.mlp.experts for layer in case.load("bfloat16").spec.decoder.layers)
+    layers = case.load("bfloat16").spec.decoder.layers
+    mixed = any(layer.mlp.experts for layer in layers)
     # a token between two experts may take the other, and those after it see it
-    assert (drift.median() if mixed else drift.mean()) < 1e-3
+    found = drift.median() if mixed else drift.mean()
+    if has_states(layers):  # states add up what rounding has done: as much in transformers
+        theirs = copy.deepcopy(case.oracle).bfloat16()(case.prompt[None]).logits[0].float()
+        drift = (want.exp() * (want - theirs.log_softmax(-1))).sum(-1)
+        assert found < 3 * (drift.median() if mixed else drift.mean())
+    else:
+        assert found < 1e-3
 
 
 def _each(change: Callable[[LayerSpec], LayerSpec]) -> Callable[[DecoderSpec], DecoderSpec]:

@@ -13,10 +13,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from penstock.cache import StateCache
 from penstock.models.load import LoadedModel, load_model
 from penstock.nn import Decoder, DecoderSpec
 from penstock.ops.panels import COLUMNS, round_up, vnni_factor
-from penstock.step import KV, Step
+from penstock.step import KV, StatefulStep, Step
 
 BLOCK = 32
 TABLE = [5, 2, 7, 1, 4, 6, 3]  # blocks in no order; block 0 stays unused
@@ -257,12 +258,54 @@ CASES: dict[str, Case] = {
         "GPTNeoX", num_key_value_heads=4, use_parallel_residual=False, hidden_act="gelu_new"
     ),
 }
+HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+CASES |= {
+    "qwen3-next": _case(
+        "Qwen3Next",
+        **HYBRID,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_5": Case(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        {
+            **HYBRID,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", *["linear_attention"] * 3],
+        },
+    ),
+    "qwen3_5-moe": Case(
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {
+            **HYBRID,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+}
 PROMPT_SEEDS = {"qwen2-window": 3, "qwen3": 7, "gemma2": 7, "olmo2": 0, "smollm3": 1}
 """Prompts whose greedy continuation hangs on no rounding; of the others 5 is one."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
 FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
+FAMILIES += ("qwen3-next", "qwen3_5", "qwen3_5-moe")
 
 
 def make_model(case: Case, seed: int = 0) -> Any:
@@ -272,12 +315,16 @@ def make_model(case: Case, seed: int = 0) -> Any:
     model = getattr(transformers, case.model)(config).eval()
     random = torch.Generator().manual_seed(seed)
     gemma = "Gemma" in case.model
+    offset = gemma or "Qwen3Next" in case.model or "Qwen3_5" in case.model  # 1 is added to norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=random)
             if name.endswith("weight") and ("norm" in name or ".ln_" in name):
                 after_block = gemma and "post_" in name  # or its large embeddings drown the layers
-                parameter.copy_(0.3 * noise + (2.0 if after_block else 0.0 if gemma else 1.0))
+                added = offset and "linear_attn" not in name
+                parameter.copy_(0.3 * noise + (2.0 if after_block else 0.0 if added else 1.0))
+            elif name.endswith("A_log"):  # from hardly any to half a token's memory
+                parameter.copy_(noise - 1.5)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             elif any(part in name for part in ("embed", "wte", "wpe", "lm_head")):
@@ -341,6 +388,10 @@ def make_cache(spec: DecoderSpec, dtype: torch.dtype) -> KV:
     one (`ops.mla`)."""
     v, kv = vnni_factor(dtype), []
     for layer in spec.layers:
+        if (shapes := layer.attention.state_shapes) is not None:
+            state, inputs = shapes
+            kv.append(StateCache(torch.zeros((2, *state)), torch.zeros((2, *inputs), dtype=dtype)))
+            continue
         heads, dim = layer.attention.cached
         width, blocks = round_up(dim, 16), len(TABLE) + 1
         key = (blocks, heads, BLOCK // COLUMNS, width // v, COLUMNS, v)
@@ -354,7 +405,7 @@ class Sequence:
     """One sequence that grows in a paged cache."""
 
     def __init__(self, model: Decoder) -> None:
-        self.model, self.length = model, 0
+        self.model, self.length, self.slot = model, 0, 0
         self.kv = make_cache(model.spec, model.dtype)
 
     def feed(self, tokens: Tensor) -> Tensor:
@@ -362,7 +413,13 @@ class Sequence:
         count, table = len(tokens), torch.tensor(TABLE, dtype=torch.int32)
         at = torch.arange(self.length, self.length + count, dtype=torch.int32)
         self.length += count
-        step = Step(
+        make, more = Step, {}
+        if any(isinstance(layer, StateCache) for layer in self.kv):
+            self.slot, before = 1 - self.slot, self.slot if self.length > count else -1
+            states = torch.tensor([before], dtype=torch.int32)
+            kept = torch.tensor([[count - 1, self.slot]], dtype=torch.int32)
+            make, more = StatefulStep, {"states": states, "kept": kept}
+        step = make(
             tokens=tokens.to(torch.int32),
             positions=at,
             slots=table[at // BLOCK] * BLOCK + at % BLOCK,
@@ -370,6 +427,7 @@ class Sequence:
             context_len=torch.tensor([self.length], dtype=torch.int32),
             block_table=table[None],
             sample_at=torch.arange(count, dtype=torch.int32),
+            **more,
         )
         with torch.inference_mode():
             return self.model(step, self.kv)

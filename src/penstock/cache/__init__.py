@@ -6,6 +6,8 @@ from penstock.cache.layouts import (
     PagedLatents,
     PagedLayout,
     PagedRows,
+    StateCache,
+    StateLayout,
     block_rows,
     copy_blocks,
 )
@@ -25,6 +27,8 @@ __all__ = [
     "Pins",
     "PrefixTree",
     "RecentBlocks",
+    "StateCache",
+    "StateLayout",
     "SwapSpace",
     "SwapStore",
     "block_rows",

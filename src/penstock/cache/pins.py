@@ -136,6 +136,8 @@ class Pins:
         self.clock: Callable[[], float] = time.monotonic
         self.max_blocks = int(pool.num_blocks * MAX_PINNED)
         pool.on_evicting = self._yield
+        self.on_pin: Callable[[Node], None] = lambda node: None  # is shown where pins end
+        self.on_unpin: Callable[[Node], None] = lambda node: None
 
     def check(self, tokens: int) -> None:
         """Raises RequestError where the whole blocks of `tokens` are more than may be pinned."""
@@ -170,6 +172,7 @@ class Pins:
                 pin.ttl_s = max(pin.ttl_s, ttls.get(count, 0.0))
                 pin.expires = self.clock() + pin.ttl_s
                 self._pins.move_to_end(node)
+                self.on_pin(node)
 
     def _add(self, path: list[Node], ttl_s: float) -> None:
         pool = self._pool
@@ -226,6 +229,7 @@ class Pins:
 
     def _drop(self, pin: _Pin) -> None:
         del self._pins[pin.last]
+        self.on_unpin(pin.last)
         self._pool.unpin(node.block for node in reversed(pin.path))
 
     def clear(self) -> None:

@@ -22,10 +22,11 @@ NO_PREFIXES = {"prefix_hit_rate": 0.0, "prefix": {"queries": 0, "hits": 0}}
 class Node:
     """One cached block, or a root (block −1).
 
-    lost: its block, or one before it, has been given up, so that nobody finds it.
+    lost: its block, or one before it, has been given up, so that nobody finds it. state: the slot
+    of a state after its tokens, −1 where none is known.
     """
 
-    __slots__ = ("block", "children", "digest", "key", "lost", "parent")
+    __slots__ = ("block", "children", "digest", "key", "lost", "parent", "state")
 
     def __init__(self, block: int, key: Key, parent: Node | None) -> None:
         self.block = block
@@ -33,6 +34,7 @@ class Node:
         self.parent = parent
         self.children: dict[Key, Node] = {}
         self.lost = False
+        self.state = -1
         self.digest = ""  # of what its path says, where somebody asks for it
 
 
@@ -57,6 +59,7 @@ class PrefixTree:
         self.tokens_asked = 0
         self.tokens_hit = 0
         self.on_insert: Callable[[Node], None] = lambda node: None  # is shown every new one
+        self.on_lose: Callable[[Node], None] = lambda node: None  # and each that is given up
         pool.on_evict = self._evict
 
     def root(self, salt: Hashable = None) -> Node:
@@ -135,9 +138,11 @@ class PrefixTree:
             one = below.pop()
             below += one.children.values()
             one.lost, one.children = True, {}
+            self.on_lose(one)
             del self._nodes[one.block]
             self._pool.lose(one.block)
         node.lost, node.children = True, {}
+        self.on_lose(node)
         parent = node.parent
         assert parent is not None  # roots have no block
         del parent.children[node.key]

@@ -14,8 +14,9 @@ from penstock.engine.layout import Ints, Layout
 from penstock.engine.pictures import Seen
 from penstock.engine.plan import Part
 from penstock.engine.request import Sequence, Status
+from penstock.engine.states import States
 from penstock.roofline import StepSize
-from penstock.step import AdaptedStep, ForkedStep, Step
+from penstock.step import AdaptedStep, ForkedStep, StatefulStep, Step
 
 if TYPE_CHECKING:
     from penstock.engine.beams import Beams
@@ -105,11 +106,13 @@ class Batcher:
         max_num_seqs: int,
         max_num_tokens: int,
         spare: int = 0,
+        states: States | None = None,
     ) -> None:
         """table [max_num_seqs, M] is where the scheduler keeps the sequences' blocks.
 
-        spare: `Sight.spare`.
+        spare: `Sight.spare`. states: of a model that has some.
         """
+        self._states = states
         self._spare = spare
         self._table = table
         self._block_size = block_size
@@ -120,6 +123,7 @@ class Batcher:
         most = max(max_num_seqs, max_num_tokens)
         self._query_start, self._context_len = _Buffer(most + 1), _Buffer(most)
         self._blocks, self._copies = _Buffer(table.size), _Buffer(0)
+        self._from, self._kept = _Buffer(0 if states is None else most), _Buffer(0)
         self._batch: Batch | None = None  # the last one, if every sequence in it decoded
         self._rows: list[int] = []  # of the last one's sequences in the scheduler's table
 
@@ -187,6 +191,10 @@ class Batcher:
                 block = at // size
                 blocks[i, block - 1 : block + 1] = self._table[self._rows[i], block - 1 : block + 1]
                 slots[i] = int(blocks[i, block]) * size
+        if self._states is not None:
+            states, kept = self._states.enter(parts)
+            self._from.fill(states)
+            self._kept.fill(kept)
         self._tokens.fill([s.tokens[at] for s, at in zip(members, done, strict=True)])
         self._positions.fill(self._turned(members, done))
         self._context_len.fill(contexts)
@@ -233,7 +241,7 @@ class Batcher:
         positions: list[int] | Ints = layout.positions
         if self._spare:
             positions = self._turned_apart(parts, layout)
-        step = self._step(layout, positions, wanted, adapters)
+        step = self._step(layout, positions, wanted, adapters, parts)
         counted = StepSize(
             [count for _, count in parts],
             layout.lengths,
@@ -262,6 +270,7 @@ class Batcher:
         positions: list[int] | Ints,
         wanted: list[int],
         adapters: list[int] | None,
+        parts: list[Part],
     ) -> Step:
         rows, width = layout.rows, -(-max(layout.contexts) // self._block_size)
         blocks, block_table = self._blocks.table(len(rows), width)
@@ -276,6 +285,10 @@ class Batcher:
             block_table,
             self._sample_at.fill(wanted),
         )
+        if self._states is not None:
+            states, kept = self._states.enter(parts)
+            pairs = self._kept.fill(kept).view(-1, 2)
+            return StatefulStep(*arrays, self._from.fill(states), pairs)
         if adapters is not None:
             assert not layout.trees  # `LoraConfig.check_method`
             lengths = np.diff(layout.starts)

@@ -71,6 +71,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "swap_space_blocks": engine.swap_space.num_slots,
         "steps": engine.ledger.prefill.steps + engine.ledger.decode.steps,
         **({} if engine.remembering is None else engine.remembering.stats()),
+        **({} if scheduler.states is None else scheduler.states.stats()),
         **_sight_stats(engine),
         **_graph_stats(engine),
     }

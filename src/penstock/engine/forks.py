@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.cache import BlockPool
 from penstock.engine.layout import Ints
 from penstock.engine.request import Sequence, Status
+from penstock.engine.states import States
 
 
 def rows_of(group: list[Sequence]) -> int:
@@ -16,8 +17,17 @@ def rows_of(group: list[Sequence]) -> int:
 class Forks:
     """Lets sequences that have a row take over what others have computed."""
 
-    def __init__(self, pool: BlockPool, table: Ints, running: list[Sequence]) -> None:
-        """table [max_num_seqs, M] and `running` are the scheduler's own."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        table: Ints,
+        running: list[Sequence],
+        states: States | None = None,
+    ) -> None:
+        """table [max_num_seqs, M] and `running` are the scheduler's own; states: of a model that
+        has some.
+        """
+        self._states = states
         self._pool = pool
         self._table = table
         self._running = running
@@ -33,6 +43,8 @@ class Forks:
         for block in parent.blocks:
             self._pool.share(block)
         self._pool.release(reversed(sequence.blocks))
+        if self._states is not None:
+            self._states.adopt(sequence, parent)
         sequence.num_computed = parent.num_computed
         sequence.blocks, sequence.nodes = list(parent.blocks), list(parent.nodes)
         self._table[sequence.row, : len(sequence.blocks)] = sequence.blocks
@@ -46,6 +58,8 @@ class Forks:
         if sequence.status is Status.FORKING:
             return
         self._pool.release(reversed(sequence.blocks))
+        if self._states is not None:
+            self._states.let_go(sequence)
         sequence.blocks, sequence.nodes, sequence.num_computed = [], [], 0
         sequence.status = Status.FORKING
         self._running.remove(sequence)

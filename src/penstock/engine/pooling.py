@@ -244,6 +244,7 @@ class Pooler:
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             0 if runtime.sight is None else runtime.sight.spare,
+            engine.scheduler.states,
         )
 
     def run(self, plan: Plan, touched: dict[str, Request], marks: list[float]) -> list[float]:

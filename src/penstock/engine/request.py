@@ -50,6 +50,11 @@ class Sequence:
     row: int = -1  # of the block table, while it has one
     nodes: list[Node] = field(default_factory=list)  # its path in the prefix tree
     slots: list[int] = field(default_factory=list)  # of the swap space, while it is swapped out
+    state: int = -1  # the slot of its state, of models that have some; −1 at the beginning
+    leaving: list[tuple[int, int]] = field(default_factory=list)  # what its step will leave: after
+    # so many tokens, in which slot; the last is its next state
+    marks: set[int] = field(default_factory=set)  # after how many tokens states are to be known
+    latest: Node | None = None  # the latest after which one is, beside those
     overdue: bool = False  # has waited so long that it goes first
     mates: list[Sequence] = field(default_factory=list)  # to be sampled together; itself included
     shadow: Sequence | None = None  # that guides it

@@ -27,6 +27,7 @@ from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.reservations import Reservations, add_drafts, share_of_drafts
 from penstock.engine.rows import Rows
 from penstock.engine.sharing import awaits, filling_beside
+from penstock.engine.states import States
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
 from penstock.engine.window import Window
@@ -49,9 +50,10 @@ class Scheduler:
         preemption: Preemption,
         clock: Callable[[], float] = time.monotonic,
         horizon: Horizon = SEES_ALL,
+        states: States | None = None,
     ) -> None:
         """clock: seconds that never go back; what waiting is measured by. horizon: what layers
-        see, where the cache has a block that stays empty.
+        see, where the cache has a block that stays empty. states: of a model that has some.
         """
         self.config = config
         self.pool = pool
@@ -70,7 +72,8 @@ class Scheduler:
         self.refusals = Refusals(config, pool.num_blocks, block_size, max_model_len, longest)
         width = -(-max_model_len // block_size)
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
-        self.forks = Forks(pool, self.table, self.running)
+        self.forks = Forks(pool, self.table, self.running, states)
+        self.states = states
         self.reservations = Reservations(pool, self.table, block_size, self.running, self.waiting)
         self.window = Window(pool, self.table, block_size, horizon)
         self.rows = Rows(config.max_num_seqs)
@@ -319,8 +322,10 @@ class Scheduler:
 
     def _cached(self, sequence: Sequence) -> list[Node]:
         """The cached prefix of a sequence; its blocks aren't held yet."""
-        salt = sequence.request.salt
-        return [] if self.tree is None else self.tree.match(sequence.keys, salt)
+        if self.tree is None:
+            return []
+        nodes = self.tree.match(sequence.keys, sequence.request.salt)
+        return nodes if self.states is None else self.states.found(nodes)
 
     def _findable(self, sequence: Sequence) -> list[Node]:
         """What of its cached prefix a sequence that is about to start may use."""
@@ -341,13 +346,18 @@ class Scheduler:
         filling = filling_beside(sequence, self.running, size)
         if not filling:  # mostly so: nothing is looked up then
             return False
-        return awaits(sequence, len(self._cached(sequence)) * size, size, filling)
+        hit = len(self._cached(sequence)) * size
+        if self.states is not None:
+            return self.states.awaits(sequence, hit, filling)
+        return awaits(sequence, hit, size, filling)
 
     def _look_up(self, sequence: Sequence) -> int:
         """Hold the cached prefix of a sequence that is about to start; tokens found."""
         sequence.nodes = self._findable(sequence)
         sequence.blocks = self.window.found([node.block for node in sequence.nodes])
         sequence.num_computed = len(sequence.blocks) * self.block_size
+        if self.states is not None:
+            self.states.start(sequence, self.tree)
         return sequence.num_computed
 
     def _start(self, sequence: Sequence, hit: int) -> None:
@@ -479,6 +489,8 @@ class Scheduler:
     def _let_go(self, sequence: Sequence) -> None:
         self.pool.release(reversed(sequence.blocks))
         sequence.blocks, sequence.nodes, sequence.num_computed = [], [], 0
+        if self.states is not None:
+            self.states.let_go(sequence)
         self.reservations.drop(sequence)
         self.rows.give_back(sequence)
 
@@ -491,6 +503,8 @@ class Scheduler:
         """
         sequence.num_computed += count
         replaced = self.tree is not None and self._make_findable(sequence, self.tree)
+        if self.states is not None:
+            self.states.computed(sequence)
         return self.window.pass_by(sequence) or replaced
 
     def _make_findable(self, sequence: Sequence, tree: PrefixTree) -> bool:

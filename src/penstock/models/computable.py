@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -76,6 +77,7 @@ def _sizes(decoder: DecoderSpec) -> Iterator[tuple[str, int]]:
         yield "values of a head", layer.attention.head_dim
         yield "values of a latent", layer.attention.cached[1]
         yield "values of all heads", layer.attention.out_dim
+        yield "values of a state", math.prod((layer.attention.state_shapes or ((),))[0])
         if layer.attention.latent is not None:
             yield "values of compressed queries", layer.attention.latent.query_rank
         if layer.mlp.experts is not None:

@@ -35,14 +35,12 @@ def _flat(tensor: Tensor, spec: DecoderSpec) -> Tensor:
     return tensor.flatten()
 
 
-_SHARED_RULES: tuple[Rule, ...] = (
-    Rename(
-        "model.layers.{i}.mlp.shared_expert_gate.weight",
-        "layers.{i}.mlp.shared_gate.weight",
-        _flat,
-    ),
-    *shared_rules("shared_expert"),
+SHARED_GATE = Rename(
+    "model.layers.{i}.mlp.shared_expert_gate.weight", "layers.{i}.mlp.shared_gate.weight", _flat
 )
+"""What says how much of the block beside experts a token takes."""
+
+_SHARED_RULES: tuple[Rule, ...] = (SHARED_GATE, *shared_rules("shared_expert"))
 
 
 @register("Qwen2MoeForCausalLM")

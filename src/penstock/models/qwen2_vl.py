@@ -143,16 +143,19 @@ def grid_of(c: ConfigReader, hidden: int, mlp: MlpSpec, norm: NormSpec, out: int
 
 
 def together(
-    c: ConfigReader, text: ModelSpec, grid: GridSpec, rules: tuple[Rule, ...], family: str
+    c: ConfigReader,
+    text: ModelSpec,
+    grid: GridSpec,
+    rules: tuple[Rule, ...],
+    family: str,
+    image_token_id: int = 151_655,
 ) -> ModelSpec:
-    """A text model with a tower before it."""
+    """A text model with a tower before it; image_token_id: the family's."""
     for key in _IGNORED:
         c.get(key)
     tied = c.flag("tie_word_embeddings", text.decoder.tied) or text.decoder.tied
-    if any(
-        not layer.attention.rope or not layer.attention.rope.sections
-        for layer in text.decoder.layers
-    ):
+    attend = [x.attention for x in text.decoder.layers if x.attention.delta is None]
+    if any(a.rope is None or not a.rope.sections for a in attend):
         raise UnsupportedModelError(
             "config.json has no mrope_section in rope_scaling, by which tokens of pictures turn."
         )
@@ -169,7 +172,7 @@ def together(
             ("language_model.lm_head", "lm_head"),
         ),
         pictures=PicturesSpec(
-            c.integer("image_token_id", 151_655),
+            c.integer("image_token_id", image_token_id),
             "grid",
             ("<|vision_start|>", "<|vision_end|>"),
         ),

@@ -15,10 +15,10 @@ from penstock.models.config_reader import ConfigReader
 from penstock.models.qwen2_vl import TOWER_RULES, grid_of, together
 from penstock.models.registry import register
 from penstock.models.spec import ModelSpec, Rename, Rule
-from penstock.nn.spec import MlpSpec, NormSpec
+from penstock.nn.spec import GridSpec, MlpSpec, NormSpec
 
 _AT = "visual.blocks.{i}"
-_RULES: tuple[Rule, ...] = (
+TOWER: tuple[Rule, ...] = (
     *TOWER_RULES,
     Rename("visual.patch_embed.proj.bias", "vision.patches.bias"),
     Rename("visual.pos_embed.weight", "vision.positions.weight"),
@@ -27,24 +27,35 @@ _RULES: tuple[Rule, ...] = (
     Rename("visual.merger.norm.{p}", "vision.post_norm.{p}"),
     Rename("visual.merger.linear_fc1.{p}", "vision.projector.up.{p}"),
     Rename("visual.merger.linear_fc2.{p}", "vision.projector.down.{p}"),
+)
+"""Names of the tower's tensors, but for what goes to first layers too."""
+
+_DEEP: tuple[Rule, ...] = (
     Rename("visual.deepstack_merger_list.{i}.norm.{p}", "vision.deep.{i}.norm.{p}"),
     Rename("visual.deepstack_merger_list.{i}.linear_fc1.{p}", "vision.deep.{i}.projector.up.{p}"),
     Rename("visual.deepstack_merger_list.{i}.linear_fc2.{p}", "vision.deep.{i}.projector.down.{p}"),
 )
 
 
-@register("Qwen3VLForConditionalGeneration")
-def read_config(c: ConfigReader) -> ModelSpec:
-    """`config.json` of a dense Qwen3-VL."""
-    part = c.part("vision_config")
+def tower(part: ConfigReader, out: int) -> GridSpec:
+    """The tower of a `vision_config`, before a decoder of hidden size `out`; without DeepStack."""
     part.assume(hidden_size=1152, intermediate_size=4304, depth=27, patch_size=16)
-    text = qwen3.read_config(c.part("text_config"))
-    out = text.decoder.hidden
     part.only("out_hidden_size", (out,), out)
     act = activation(part, "hidden_act", "gelu_pytorch_tanh", gated=False)
     mlp = MlpSpec(part.integer("intermediate_size"), act, gated=False, bias=True)
     norm = NormSpec("layer", 1e-6, bias=True)
     grid = grid_of(part, part.integer("hidden_size"), mlp, norm, out)
+    side = math.isqrt(part.integer("num_position_embeddings", 2304))
+    part.only("num_position_embeddings", (side**2,), 2304)
+    return replace(grid, patch_bias=True, table_side=side)
+
+
+@register("Qwen3VLForConditionalGeneration")
+def read_config(c: ConfigReader) -> ModelSpec:
+    """`config.json` of a dense Qwen3-VL."""
+    part = c.part("vision_config")
+    text = qwen3.read_config(c.part("text_config"))
+    grid = tower(part, text.decoder.hidden)
     count, deep = len(grid.layers), part.get("deepstack_visual_indexes", [8, 16, 24])
     if (
         not isinstance(deep, list)
@@ -56,7 +67,4 @@ def read_config(c: ConfigReader) -> ModelSpec:
             f"vision_config: deepstack_visual_indexes {deep!r} aren't layers of {count} in order, "
             f"for as many of the text model's {len(text.decoder.layers)}."
         )
-    side = math.isqrt(part.integer("num_position_embeddings", 2304))
-    part.only("num_position_embeddings", (side**2,), 2304)
-    grid = replace(grid, patch_bias=True, table_side=side, deep=tuple(deep))
-    return together(c, text, grid, _RULES, "qwen3_vl")
+    return together(c, text, replace(grid, deep=tuple(deep)), (*TOWER, *_DEEP), "qwen3_vl")

@@ -54,7 +54,9 @@ def with_reach(
             "out."
         )
     why = None
-    if decoder.learned_positions:
+    if any(layer.attention.delta is not None for layer in decoder.layers):
+        why = "has layers with states, which tell of all that came before"
+    elif decoder.learned_positions:
         why = "has a learned embedding for each position, which a key can't be met without"
     elif decoder.vision is not None:
         why = "sees pictures, whose tokens' positions aren't their places"

@@ -41,6 +41,11 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Share(Rename):
+    """A part of a tensor that another rule takes as well: what `transform` makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ignore:
     """Checkpoint tensors that carry nothing: `*` matches anything."""
 

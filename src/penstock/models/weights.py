@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelNotFoundError, WeightsError
 from penstock.models.registry import read_config
 from penstock.models.room import Room
-from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
+from penstock.models.spec import Ignore, ModelSpec, Rename, Share, Stack
 from penstock.nn.decoder import Decoder, matrices_of, stored_in
 from penstock.nn.parameters import Loadable, plain
 from penstock.nn.spec import DecoderSpec
@@ -252,17 +252,18 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, Weigh
         short = _short(name, spec)
         if any(rule.matches(short) for rule in ignores):
             continue
+        taken = False
         for rule, position, pattern in patterns:
             match = pattern.fullmatch(short)
-            if match:
+            if match and (isinstance(rule, Share) or not taken):
                 target = _fill(rule.target, match.groupdict())
                 plan = plans.setdefault(target, WeightPlan(rule, [None] * len(rule.sources)))
                 if plan.rule is not rule or plan.parts[position] is not None:
                     rival = next(part for part in plan.parts if part is not None)
                     raise WeightsError(f"{rival} and {name} both give {target}. Remove one.")
                 plan.parts[position] = name
-                break
-        else:
+                taken = taken or not isinstance(rule, Share)
+        if not taken:
             unknown.append(name)
     return plans, unknown
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,12 +66,12 @@ class Attention(nn.Module):
         hidden: int,
         spec: AttentionSpec,
         norm: NormSpec,
-        qkv: WeightFormat,
-        out: WeightFormat,
+        formats: Mapping[str, WeightFormat],
         table: RotaryTable | None,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
+        qkv, out = formats["qkv"], formats["out"]
         self.spec = own = spec
         self.gather: Gather | None = None
         qkv_part = out_part = heads = kept = None
@@ -82,6 +83,9 @@ class Attention(nn.Module):
             qkv_part, out_part = own_qkv(spec, ranks), Part.of(ranks.split(hidden))
         q_size, k_size, _ = columns = own.qkv_columns
         self.qkv = Linear(hidden, sum(columns), spec.qkv_bias, qkv, part=qkv_part)
+        self.gate: Linear | None = None
+        if spec.gated:
+            self.gate = Linear(hidden, spec.out_dim, spec.qkv_bias, formats["gate"])
         self.out = Linear(spec.out_dim, hidden, spec.out_bias, out, part=out_part)
         self.table = table
         self.eps = norm.eps
@@ -103,7 +107,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, `out_dim`], for `out`; writes keys and values."""
-        return self.attend(self.qkv(x, before, step.adapters), step, cache)
+        seen = self.attend(self.qkv(x, before, step.adapters), step, cache)
+        if self.gate is not None:
+            ops.gate_by_(seen, self.gate(x, before, step.adapters))
+        return seen
 
     def attend(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """The same of queries, keys and values [T, `qkv_columns`], made by whoever."""

@@ -27,6 +27,8 @@ from penstock.step import KV, RingStep, Step
 
 MATRICES = {
     "qkv": "attention.qkv",
+    "gate": "attention.gate",
+    "mixed": "attention.mixed",
     "q": "attention.q",
     "q_down": "attention.q_down",
     "q_up": "attention.q_up",
@@ -47,10 +49,19 @@ def matrices_of(spec: LayerSpec) -> dict[str, str]:
     names, latent, experts = ["qkv"], spec.attention.latent, spec.mlp.experts
     if latent is not None:
         names = ["q_down", "q_up", "kv"] if latent.query_rank else ["q", "kv"]
+    if spec.attention.delta is not None:
+        names = ["mixed"]
+    if spec.attention.gated:
+        names.append("gate")
     names += ["out", "up", "down"]
     if experts is not None and experts.shared:
         names += ["shared_up", "shared_down"]
     return {name: MATRICES[name] for name in names}
+
+
+def has_states(layers: Iterable[LayerSpec]) -> bool:
+    """Whether any layer has states in place of a cache."""
+    return any(layer.attention.delta is not None for layer in layers)
 
 
 def has_latents(layers: Iterable[LayerSpec]) -> bool:

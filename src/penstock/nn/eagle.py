@@ -244,7 +244,8 @@ class FusingLayer(nn.Module):
         super().__init__()
         size, norm = spec.hidden, spec.norm
         # its qkv reads the embedding, and has the bias where there is one
-        self.attention = Attention(size, spec.layer.attention, norm, matrix, matrix, table)
+        both = {"qkv": matrix, "out": matrix}
+        self.attention = Attention(size, spec.layer.attention, norm, both, table)
         heads = self.attention
         self.qkv_of_feature = Linear(size, sum(heads.spec.qkv_columns), False, matrix)
         self.mlp = Mlp(size, spec.layer.mlp, matrix, matrix)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.nn.attention import Attention
+from penstock.nn.delta import DeltaAttention
 from penstock.nn.experts import Experts
 from penstock.nn.mla import LatentAttention
 from penstock.nn.mlp import Mlp, add_product
@@ -48,11 +49,13 @@ def self_attention(
     table: RotaryTable | None,
     dtype: torch.dtype,
     ranks: Ranks | None = None,
-) -> Attention | LatentAttention:
+) -> Attention | LatentAttention | DeltaAttention:
     """The attention that `spec` describes; arguments as `feed_forward`'s."""
+    if spec.delta is not None:
+        return DeltaAttention(hidden, spec, norm, formats, dtype)
     if spec.latent is not None:
         return LatentAttention(hidden, spec, norm, formats, table, dtype, ranks)
-    return Attention(hidden, spec, norm, formats["qkv"], formats["out"], table, ranks)
+    return Attention(hidden, spec, norm, formats, table, ranks)
 
 
 def _after(hidden: int, spec: LayerSpec, norm: NormSpec) -> Norm | Scale | None:

@@ -51,11 +51,27 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """A gated delta rule in attention's place: a head has one state for all that it has seen."""
+
+    value_dim: int  # of each head
+    width: int  # inputs that the convolution before it sees
+
+    def __post_init__(self) -> None:
+        if self.value_dim % 16 or not 2 <= self.width <= 16:
+            raise UnsupportedModelError(
+                f"A gated delta rule with values of {self.value_dim} dimensions and a convolution "
+                f"over {self.width} tokens isn't built; built are multiples of 16, and 2 to 16."
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Self-attention of one layer.
 
     With a latent, heads have keys of head_dim of which rope.rotary_dim are rotated, and the cache
-    has one row for all of them.
+    has one row for all of them. With a delta, num_heads are those of values, which num_kv_heads of
+    queries and keys are shared by, and a sequence has a state in place of a cache.
     """
 
     num_heads: int
@@ -73,6 +89,8 @@ class AttentionSpec:
     causal: bool = True  # else a token sees those after it too
     latent: LatentSpec | None = None
     kv_rank: int = 0  # dimensions that keys and values are kept in; 0: head_dim
+    gated: bool = False  # what heads saw is multiplied by the sigmoids of as many values
+    delta: DeltaSpec | None = None
 
     @property
     def kept_dim(self) -> int:
@@ -82,9 +100,19 @@ class AttentionSpec:
     @property
     def cached(self) -> tuple[int, int]:
         """Heads and dimensions that the cache has of a token."""
+        if self.delta is not None:
+            return 0, 0
         if self.latent is None:
             return self.num_kv_heads, self.kept_dim
         return 1, self.latent.rank + self.turning
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Of a sequence: its state (`ops.delta`), and the inputs before it; None: it has none."""
+        if self.delta is None:
+            return None
+        dim, width = self.delta.value_dim, self.delta.width
+        return (self.num_heads, dim // 16, self.head_dim, 16), (width - 1, sum(self.qkv_columns))
 
     @property
     def reach(self) -> int:
@@ -105,16 +133,22 @@ class AttentionSpec:
     def qkv_columns(self) -> tuple[int, int, int]:
         """A token's queries, keys and values of all heads, where there is no latent."""
         keys = self.num_kv_heads
+        if self.delta is not None:
+            return keys * self.head_dim, keys * self.head_dim, self.num_heads * self.delta.value_dim
         return self.num_heads * self.head_dim, keys * self.head_dim, keys * self.kept_dim
 
     @property
     def seen_dim(self) -> int:
         """Values of what a head's scores weigh and add up: of latents, or of values."""
+        if self.delta is not None:
+            return self.delta.value_dim
         return self.latent.rank if self.latent else self.kept_dim
 
     @property
     def out_dim(self) -> int:
         """Values of all heads, that `out` multiplies."""
+        if self.delta is not None:
+            return self.num_heads * self.delta.value_dim
         return self.num_heads * (self.latent.value_dim if self.latent else self.kept_dim)
 
 

@@ -3,11 +3,13 @@
 from penstock.ops.add import add_
 from penstock.ops.argmax import argmax
 from penstock.ops.attention import paged_attention
+from penstock.ops.delta import delta_rule
 from penstock.ops.draw import draw_beyond, draw_from, draw_nucleus, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.experts import experts
 from penstock.ops.foreign import define_row_operator, foreign_rows, row_operator
 from penstock.ops.gate import alternate, gate
+from penstock.ops.gate_by import gate_by_
 from penstock.ops.gate_rows import gate_rows_
 from penstock.ops.grouped_linear import combine, grouped_linear
 from penstock.ops.kept_rows import keep_rows, kept_rows, place_rows_
@@ -48,6 +50,7 @@ __all__ = [
     "combine",
     "define_op",
     "define_row_operator",
+    "delta_rule",
     "draw_beyond",
     "draw_from",
     "draw_nucleus",
@@ -56,6 +59,7 @@ __all__ = [
     "experts",
     "foreign_rows",
     "gate",
+    "gate_by_",
     "gate_rows_",
     "gather_columns",
     "gather_embedding",

@@ -9,6 +9,7 @@ operators' FLOPs run beside them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,15 +29,18 @@ Unit = Literal["float32", "bfloat16", "int8", "int4", "float8", "vector"]
 """What an operator computes in: products of a `Compute`, or elements in float32 vectors."""
 
 OPS = (
-    "embedding", "norm", "qkv", "q", "q_down", "q_up", "kv", "rotary", "heads", "attention", "out",
+    "embedding", "norm", "qkv", "gate", "mixed", "q", "q_down", "q_up", "kv", "gates", "delta",
+    "rotary", "heads", "attention", "out",
     "up", "down", "experts", "shared_up", "shared_down", "head", "softcap",
 )  # fmt: skip
 """The rows, in the order in which a step first meets them. `rotary` writes the cache; `heads` are
-products of each head's own matrix, between queries, latents and values."""
+products of each head's own matrix, between queries, latents and values; `delta` reads and writes
+states, `gates` say how much of them fades."""
 
 _NORM_FLOPS = {"rms": 4, "layer": 7}  # an element: square, sum, scale, weight; mean, shift, bias
 _ROTATION_FLOPS = 3  # an element: two products and their sum
 _SOFTCAP_FLOPS = 3
+_DELTA_FLOPS = 7  # a value of a state: two that are read, one that fades, one that is added
 _NOTHING_SEEN = TowerCost()
 
 
@@ -54,6 +58,10 @@ class KvLayout(Protocol):
 
     def recent_bytes_per_token(self, layer: int) -> int:
         """Of one recent token's in one layer; written beside the others, read instead of them."""
+        ...
+
+    def state_bytes(self, layer: int) -> int:
+        """Of a sequence's state in one layer that has one, read or written."""
         ...
 
 
@@ -165,6 +173,8 @@ def matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     shapes = {
         "qkv": (sum(a.qkv_columns), hidden),
         "q": (q, hidden),
+        "gate": (a.out_dim, hidden),
+        "mixed": (sum(a.qkv_columns) + a.out_dim, hidden),
         "out": (hidden, a.out_dim),
         "up": (m.intermediate * halves, hidden),
         "down": (hidden, m.intermediate),
@@ -191,6 +201,8 @@ _OF_EXPERTS = ("up", "down")
 
 def _pair_flops(a: AttentionSpec) -> int:
     """Products of a query and a key of all heads, and of what it weighs of a value."""
+    if a.delta is not None:
+        return 0
     return 2 * a.num_heads * (a.cached[1] + a.seen_dim)
 
 
@@ -225,6 +237,7 @@ class _Coefficients:
     row_bytes: int = 0  # of embeddings, a token; those of a tied one only where no head is read
     tied_row_bytes: int = 0
     written_bytes: int = 0  # keys and values, a token
+    state_bytes: int = 0  # states, read and written, a sequence
     token_flops: dict[Compute, int] = field(default_factory=dict)  # of the layers, a token
     head_flops: int = 0  # a sampled row
     spans: dict[tuple[int, int], _Span] = field(default_factory=dict)  # by window and sink tokens
@@ -266,6 +279,9 @@ class CostModel:
                 found.layer_bytes += 4 * spec.hidden * experts.shared_gate
                 self._of_dense(found, 1, experts.count, spec.hidden)
             a, token = layer.attention, self.layout.bytes_per_token(i)
+            if a.delta is not None:
+                self._of_dense(found, 1, 2 * a.num_heads, spec.hidden)
+                found.state_bytes += 2 * self.layout.state_bytes(i)
             recent = self.layout.recent_bytes_per_token(i)
             found.written_bytes += token + recent
             span = found.spans.setdefault((a.window, a.sink_tokens), _Span())
@@ -291,7 +307,7 @@ class CostModel:
     def cost(self, size: StepSize) -> Cost:
         """Of the whole step: a few multiplications, whatever the number of layers."""
         terms, sampled, tokens = self._terms, size.sampled, size.tokens
-        kv = tokens * terms.written_bytes
+        kv = tokens * terms.written_bytes + len(size.contexts) * terms.state_bytes
         attention = 0
         for (window, sink_tokens), span in terms.spans.items():
             seen, read = self._seen(size, window, sink_tokens)
@@ -372,7 +388,7 @@ class CostModel:
             for name, at in matrices_of(layer).items()
         }
         units |= {"head": head.compute, "attention": self.attention_compute}
-        units["heads"] = self.dense.compute
+        units |= {"heads": self.dense.compute, "gates": self.dense.compute}
         rows = {name: OpCost(name, unit) for name, unit in units.items()}
         tokens = size.tokens
         self._embed(rows["embedding"], tokens, size.sampled)
@@ -385,6 +401,12 @@ class CostModel:
                 self._multiply(rows[name], stored, tokens, n, k, out * self.itemsize)
             if layer.mlp.experts is not None:
                 self._mix(rows["experts"], i, layer, layer.mlp.experts, size)
+            if layer.attention.delta is not None:
+                self._remember(rows, layer.attention, size, i)
+                continue
+            if layer.attention.gated:
+                values = tokens * layer.attention.out_dim
+                rows["attention"].add(1, 3 * values * self.itemsize, 5 * values)
             self._of_heads(rows["heads"], layer.attention, tokens)
             self._rotate(rows["rotary"], layer.attention, tokens, i)
             self._attend(rows["attention"], layer.attention, size, i)
@@ -447,6 +469,18 @@ class CostModel:
             moved = tokens * a.num_heads * (n + k + 2 * turned) * self.itemsize
             row.add(1, moved, weight_bytes=a.num_heads * self.dense.nbytes(n, k))
             turned = 0
+
+    def _remember(
+        self, rows: Mapping[str, OpCost], a: AttentionSpec, size: StepSize, layer: int
+    ) -> None:
+        """A gated delta rule: what decides how much fades, then states."""
+        hidden, heads, tokens, row = self.spec.hidden, a.num_heads, size.tokens, rows["delta"]
+        self._multiply(rows["gates"], self.dense, tokens, 2 * heads, hidden, 8 * heads)
+        (state, (width, mixed)) = a.state_shapes or ((), (0, 0))
+        moved = mixed + 2 * a.out_dim
+        flops = _DELTA_FLOPS * math.prod(state) + 2 * (width + 1) * mixed
+        row.add(1, tokens * moved * self.itemsize, tokens * flops)
+        row.kv_bytes += 2 * len(size.contexts) * self.layout.state_bytes(layer)
 
     def _rotate(self, row: OpCost, a: AttentionSpec, tokens: int, layer: int) -> None:
         if a.latent is not None:  # of queries `_of_heads` does

@@ -34,6 +34,8 @@ _ROWS = (
     ("rotary", "rotary"),
     ("mla_cache", "rotary"),
     ("gate_rows_", "experts"),
+    ("gate_by_", "attention"),
+    ("delta_rule", "delta"),
     ("mla_query", "heads"),
     ("head_linear", "heads"),
     ("attention", "attention"),

@@ -38,6 +38,7 @@ from penstock.runtime.memory import SEES_ALL, Horizon, activation_bytes, horizon
 from penstock.runtime.parts import largest_part
 from penstock.runtime.program import Program
 from penstock.runtime.sizing import layout_of
+from penstock.runtime.stateful import with_states
 from penstock.runtime.team import PLACE_BYTES
 from penstock.runtime.vision import largest_picture, sight_bytes
 
@@ -88,7 +89,10 @@ class Footprint:
 
     def cache_bytes(self, sequences: int, tokens: int) -> int:
         """Of those blocks."""
-        return self.layout.nbytes(self.blocks(sequences, tokens))
+        layout, states = self.layout, self.layout.states
+        if states is not None:  # of those that run; others lie where there is room
+            layout = replace(layout, states=replace(states, slots=2 * sequences))
+        return layout.nbytes(self.blocks(sequences, tokens))
 
     def total(self, sequences: int, tokens: int) -> int:
         """Of everything."""
@@ -242,9 +246,10 @@ def _workspace(
         beside = workspace_bytes(device, config.model)
         return beside + seen + activation_bytes(spec, found.dtype.itemsize, limits), 0
     model = _stand_in(spec, found.dtype, ranks)
-    kv = device.layout(
+    layout = device.layout(
         model.cached_layers, found.dtype, config.cache.block_tokens(found.max_model_len)
-    ).allocate(1)
+    )
+    kv = with_states(layout, config, found.loaded(model), model.cached_layers).allocate(1)
     program, rows = Program(model, kv), limits.max_num_seqs
     if ranks is not None and ranks.stage is not None:
         tokens = largest_part(tokens, ranks.stage.count)

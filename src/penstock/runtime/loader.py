@@ -47,6 +47,7 @@ from penstock.runtime.sizing import (
     with_depth,
     within_room,
 )
+from penstock.runtime.stateful import check_stateful, settled
 from penstock.runtime.team import Team
 from penstock.runtime.vision import MOST_TOKENS, Sight, check_seeing
 from penstock.runtime.vocabulary import ReducedVocabulary
@@ -87,6 +88,8 @@ class Runtime:
             config = self.engine.settle(config)
         elif self.layout.recent_window:
             config = config.storing("kivi")
+        if self.layout.states is not None:
+            config = settled(config, self.layout.states)
         if self.adapters is not None:  # whatever the configuration says of them
             asked = config.speculative
             LoraConfig(enable_lora=True).check_method(None if asked is None else asked.method)
@@ -210,6 +213,7 @@ def _load(
     loaded = load_weights_of(folder, config.model, device, progress, ranks)
     loaded, vocabulary = _reduced(folder, loaded)
     release_freed_memory()  # as packing leaves it
+    check_stateful(config, loaded.spec.decoder.layers)
     if team is not None:
         team.loaded()
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)

@@ -56,6 +56,8 @@ def activation_bytes(
     for layer in decoder.layers:
         a, mlp = layer.attention, layer.mlp
         attended = sum(a.qkv_columns) + a.num_heads * a.kept_dim
+        if a.gated or a.delta is not None:
+            attended += a.out_dim
         if a.latent is not None:  # queries for latents, and what they see of those
             attended += a.num_heads * (2 * a.latent.rank + a.turning) + a.out_dim
         if a.sink_tokens:  # queries twice, and in float32 what the first tokens give them
@@ -203,8 +205,8 @@ def plan_swap(
     Raises OutOfCacheError when `config.swap_space` is more than there is, or when
     `preemption_mode="swap"` would have no room for a single block.
     """
-    if config.preemption_mode == "recompute" or layout.recent_window:
-        return 0  # what lies in a window can't be swapped out: config refuses to be asked
+    if config.preemption_mode == "recompute" or layout.recent_window or layout.states is not None:
+        return 0  # what lies in a window or a state can't be swapped out: that is refused
     size = _Caches((layout, *beside)).bytes_per_block
     if config.swap_space is None:
         budget = min(SWAP_BYTES, int(available_bytes * SWAP_FRACTION))

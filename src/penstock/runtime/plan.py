@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import ops
+from penstock.cache import StateCache
 from penstock.errors import KernelError
 from penstock.ops.registry import NAMESPACE
 from penstock.runtime import compile_counter
-from penstock.step import KV, AdaptedStep, RingStep, Step
+from penstock.step import KV, AdaptedStep, RingStep, StatefulStep, Step
 
 PLAN_VERSION = 2
 """Of the form of a plan and the meaning of its operators' arguments."""
@@ -165,7 +166,8 @@ def record(
     """
     compile_counter.note("program")
     shared = any(getattr(one, "ring", None) is not None for one in module.modules())
-    step = _blank_step(adapted, shared)
+    stateful = any(isinstance(layer, StateCache) for layer in kv)
+    step = _blank_step(adapted, shared, stateful)
     with torch.inference_mode(), _Recorder(step, kv, names) as recorder:
         output = module(step, kv)
     plan = Plan(tuple(recorder.operators), recorder.value(output).number)
@@ -262,7 +264,7 @@ def _check_arrays(op: str, arguments: Mapping[str, Argument]) -> None:
             raise KernelError(f"{op} takes the step's {array} as its {name}.")
 
 
-def _blank_step(adapted: bool, shared: bool) -> Step:
+def _blank_step(adapted: bool, shared: bool, stateful: bool) -> Step:
     """A step whose arrays are known by what they are; nothing of them is read. shared: by ranks
     that have some rows each.
     """
@@ -273,4 +275,6 @@ def _blank_step(adapted: bool, shared: bool) -> Step:
     arrays = ints(2), ints(2), ints(2), ints(3), ints(2), ints(2, 2), ints(2)
     if shared:
         return RingStep(*arrays, ints(2), ints(3))
+    if stateful:
+        return StatefulStep(*arrays, ints(2), ints(2, 2))
     return AdaptedStep(*arrays, ints(2)) if adapted else Step(*arrays)

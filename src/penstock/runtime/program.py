@@ -53,6 +53,8 @@ _ARRAYS = {
     "adapters": "[T]",
     "all_positions": "[T]",
     "rows": "[R + 1]",
+    "states": "[B]",
+    "kept": "[N, 2]",
 }
 
 _native = getattr(torch.ops, NAMESPACE)
@@ -306,6 +308,8 @@ class Program:
             step.adapters,
             None if shared is None else shared.all_positions,
             None if shared is None else shared.rows,
+            step.states,
+            step.kept,
             out,
             times,
         )

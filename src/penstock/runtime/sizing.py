@@ -18,6 +18,7 @@ from penstock.runtime.beside import Opened
 from penstock.runtime.device import CPU, Device
 from penstock.runtime.forwards import workspace_bytes
 from penstock.runtime.memory import activation_bytes, horizon_of, plan_blocks
+from penstock.runtime.stateful import check_stateful, with_states, within_memory
 
 logger = logging.getLogger("penstock")
 
@@ -36,6 +37,7 @@ def sized_cache(
     if opened is not None:
         config, mapped = with_depth(config, opened.asked), mapped + opened.later_bytes
     layout = layout_of(config, loaded, device, loaded.model.cached_layers)
+    layout = within_memory(layout, config, max(device.available_bytes - mapped, 0))
     beside = () if opened is None else tuple(opened.layouts)
     beside += others_layouts(loaded, layout)
     asked, reserved = config.speculative, 0
@@ -139,6 +141,7 @@ def layout_of(
     """How the cache of a loaded model lies in memory; layers: as one rank of several has them."""
     cache, limits = config.cache, config.scheduler
     layers = loaded.spec.decoder.layers if layers is None else layers
+    check_stateful(config, layers)
     stored = kv_dtype(cache.kv_cache_dtype, loaded.dtype)
     if stored is not loaded.dtype and has_latents(layers):
         raise ConfigError(
@@ -149,7 +152,8 @@ def layout_of(
     if ring is not None:
         return replace(device.layout(layers, stored, ring.block_size), ranks=ring.size)
     if cache.kv_cache_dtype != "kivi":
-        return device.layout(layers, stored, cache.block_tokens(loaded.max_model_len))
+        layout = device.layout(layers, stored, cache.block_tokens(loaded.max_model_len))
+        return with_states(layout, config, loaded, layers)
     heads = tuple(layer.attention.cached for layer in layers)
     window = cache.kv_recent_window or RECENT_WINDOW
     asked = config.speculative

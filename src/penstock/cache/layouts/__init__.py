@@ -2,5 +2,14 @@
 
 from penstock.cache.layouts.latent import PagedLatents
 from penstock.cache.layouts.paged import PagedLayout, PagedRows, block_rows, copy_blocks
+from penstock.cache.layouts.states import StateCache, StateLayout
 
-__all__ = ["PagedLatents", "PagedLayout", "PagedRows", "block_rows", "copy_blocks"]
+__all__ = [
+    "PagedLatents",
+    "PagedLayout",
+    "PagedRows",
+    "StateCache",
+    "StateLayout",
+    "block_rows",
+    "copy_blocks",
+]

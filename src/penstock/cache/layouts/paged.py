@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.cache.layouts.states import StateCache, StateLayout
 from penstock.cache.pages import lazy_zeros
 from penstock.ops.kivi import KEY_GROUP
 from penstock.ops.kv_int4 import GROUP
@@ -45,6 +46,7 @@ class PagedLayout:
     recent_window: int = 0  # tokens; 0: none are kept otherwise than all
     max_recent_blocks: int = 0  # of recent tokens; never more than the cache has blocks
     ranks: int = 1  # that keep an equal part each of every block (`ops.ring`)
+    states: StateLayout | None = None  # of layers that have those instead, beside the blocks
 
     @property
     def stored(self) -> str:
@@ -79,9 +81,15 @@ class PagedLayout:
         count, dim = self.heads[layer]
         return 4 * count * round_up(dim, COLUMNS) if self.recent_window else 0
 
+    def state_bytes(self, layer: int) -> int:
+        """Of a sequence's state in one layer that has one, read or written."""
+        return 0 if self.states is None else self.states.bytes_of(layer)
+
     def nbytes(self, num_blocks: int) -> int:
         """Of all that `allocate` gives."""
         total = num_blocks * self.bytes_per_block
+        if self.states is not None:
+            total += self.states.nbytes
         if self.recent_window:
             recent = min(num_blocks, self.max_recent_blocks)
             total += recent * self._recent_bytes_per_block + 4 * num_blocks + 4
@@ -90,6 +98,8 @@ class PagedLayout:
     def blocks_in(self, nbytes: int) -> int:
         """The most blocks that `nbytes` hold."""
         each, most = self.bytes_per_block, self.max_recent_blocks
+        if self.states is not None:
+            return max(nbytes - self.states.nbytes, 0) // each
         if not self.recent_window:
             return nbytes // each
         recent = self._recent_bytes_per_block
@@ -106,6 +116,8 @@ class PagedLayout:
 
     def allocate(self, num_blocks: int, device: torch.device = CPU) -> KV:
         """The cache, zeroed; a CPU's is committed as it is first used."""
+        if self.states is not None:
+            return self._beside_states(self.states, num_blocks, device)
         layers = [self._parts(num_blocks, *head) for head in self.heads]
         kv = _in_one_piece([parts[:4] for parts in layers], _zeros_on(device))
         if not self.recent_window:
@@ -114,6 +126,12 @@ class PagedLayout:
         slots = torch.full((num_blocks,), -1, dtype=torch.int32)
         window = torch.tensor([self.recent_window], dtype=torch.int32)
         return [(*views, *beside, slots, window) for views, beside in zip(kv, recent, strict=True)]
+
+    def _beside_states(self, states: StateLayout, num_blocks: int, device: torch.device) -> KV:
+        """The cache of the layers that have one, and the states of the others."""
+        own = tuple(head for head in self.heads if head[0])
+        kv = iter(replace(self, heads=own, states=None).allocate(num_blocks, device))
+        return [next(kv) if held is None else held for held in states.allocate()]
 
     def _parts(self, n: int, count: int, dim: int) -> list[_Part]:
         """Shape and dtype of one layer's tensors."""
@@ -195,7 +213,8 @@ def block_rows(kv: KV) -> list[torch.Tensor]:
     recent blocks.
     """
     found: list[torch.Tensor] = []
-    for part in (part for layer in kv for part in layer[:4] if part.numel()):
+    held = (layer for layer in kv if not isinstance(layer, StateCache))
+    for part in (part for layer in held for part in layer[:4] if part.numel()):
         row = part.view(part.shape[0], part[0].numel()).view(torch.int8)
         last = found[-1] if found else row[:, :0]
         begins, pitch = last.storage_offset(), last.stride(0)

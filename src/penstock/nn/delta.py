@@ -1,0 +1,98 @@
+"""A gated delta rule where other layers have attention: `ops.delta` has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from penstock import ops
+from penstock.errors import UnsupportedModelError
+from penstock.nn.linear import Linear
+from penstock.nn.norm import Norm
+from penstock.nn.parameters import Loadable, Vector, as_float32, plain
+from penstock.nn.spec import AttentionSpec, NormSpec
+from penstock.quant import Codes, Dense, WeightFormat
+from penstock.step import LayerCache, Step
+
+
+class Convolution(Loadable):
+    """Weights of each channel's latest inputs, [C, 1, W] in a checkpoint: kept as [W, C]."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.width = width
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.channels, 1, self.width)}
+
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        self.own(name, as_float32(plain(tensor)[:, 0].t()))
+
+
+class Rates(Loadable):
+    """How fast heads forget: a checkpoint has logarithms."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.heads,)}
+
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        self.own(name, as_float32(tensor).exp_())
+
+
+class DeltaAttention(nn.Module):
+    """norm, projections → convolution, rule, norm, gate; `out` is the caller's last step.
+
+    `mixed` makes queries, keys, values and what gates them, one projection; `gates` two numbers of
+    each head, which no format rounds.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        spec: AttentionSpec,
+        norm: NormSpec,
+        formats: Mapping[str, WeightFormat],
+        dtype: torch.dtype,
+    ) -> None:
+        """dtype: of activations."""
+        super().__init__()
+        assert spec.delta is not None
+        if formats["out"].storage.name != "panels":
+            raise UnsupportedModelError(
+                "Layers with a gated delta rule are built for CPUs only: choose device='cpu'."
+            )
+        columns, heads = spec.qkv_columns, spec.num_heads
+        self.spec = spec
+        self.mixed = Linear(hidden, sum(columns) + columns[2], False, formats["mixed"])
+        self.gates = Linear(hidden, 2 * heads, False, Dense(dtype), out_dtype=torch.float32)
+        self.conv = Convolution(sum(columns), spec.delta.width)
+        self.rates = Rates(heads)
+        self.shift = Vector(heads)
+        self.norm = Norm(spec.delta.value_dim, NormSpec("rms", norm.eps))
+        self.out = Linear(spec.out_dim, hidden, spec.out_bias, formats["out"])
+
+    def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
+        """x [T, D] → what the heads gave [T, `out_dim`], for `out`; writes states."""
+        state, inputs = cache
+        return ops.delta_rule(
+            self.mixed(x, before, step.adapters),
+            self.gates(x, before),
+            self.conv.parameter("weight"),
+            self.rates.parameter("weight"),
+            self.shift.parameter("weight"),
+            self.norm.parameter("weight"),
+            self.norm.spec.eps,
+            step.query_start,
+            step.context_len,
+            step.states,
+            step.kept,
+            state,
+            inputs,
+        )
