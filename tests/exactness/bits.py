@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cache import RecentBlocks, kv_dtype
+from penstock.cache import RecentBlocks, StateLayout, kv_dtype
 from penstock.nn import (
     AttentionSpec,
     Decoder,
     DecoderSpec,
+    DeltaSpec,
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
@@ -21,6 +22,7 @@ from penstock.nn import (
     NormSpec,
     RopeSpec,
 )
+from penstock.nn.decoder import has_states
 from penstock.nn.linear import Linear
 from penstock.nn.parameters import Loadable
 from penstock.quant import Codes, WeightFormats, format_of, formats_of, parse_scheme
@@ -29,7 +31,7 @@ from penstock.quant.methods.rtn import quantize
 from penstock.quant.names import head_scheme
 from penstock.runtime import Forward, Program
 from penstock.runtime.device import CPU
-from penstock.step import Step
+from penstock.step import StatefulStep, Step
 
 BLOCK = 32
 WINDOW = 48
@@ -61,6 +63,10 @@ LATENT = " over latents"
 """… of one that attends over latents."""
 RANKED = " of low rank"
 """… of one that keeps keys and values in fewer dimensions than their heads have."""
+STATED = " with states"
+"""… of one whose layers have states in place of keys and values, but for one."""
+SLOTS = 600
+"""For states."""
 
 
 def mixed_spec() -> DecoderSpec:
@@ -98,6 +104,19 @@ def ranked_spec() -> DecoderSpec:
         for layer, rank in zip(decoder_spec().layers, (48, 16, 64), strict=True)
     ]
     return replace(decoder_spec(), layers=tuple(layers))
+
+
+def stated_spec() -> DecoderSpec:
+    """`decoder_spec` with gated delta rules around attention that has a gate."""
+    first, second, third = decoder_spec().layers
+    narrow = AttentionSpec(6, 3, 48, 48**-0.5, None, delta=DeltaSpec(80, 4))
+    wide = AttentionSpec(4, 4, 64, 64**-0.5, None, delta=DeltaSpec(32, 2))
+    layers = (
+        replace(first, attention=narrow),
+        replace(second, attention=replace(first.attention, gated=True)),
+        replace(third, attention=wide),
+    )
+    return replace(decoder_spec(), layers=layers)
 
 
 def decoder_spec(layers: int = 3) -> DecoderSpec:
@@ -143,7 +162,8 @@ def fill(model: Decoder) -> Decoder:
 
 
 def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
-    for ending, spec in ((MIXED, mixed_spec), (LATENT, latent_spec), (RANKED, ranked_spec)):
+    kinds = {MIXED: mixed_spec, LATENT: latent_spec, RANKED: ranked_spec, STATED: stated_spec}
+    for ending, spec in kinds.items():
         if quantization is not None and quantization.endswith(ending):
             name = quantization.removesuffix(ending)
             formats = formats_of(None if name == "bfloat16" else name, dtype)
@@ -166,6 +186,8 @@ class Stream:
     tokens: list[int]
     blocks: list[int]
     done: int = 0
+    slot: int = -1  # of its state
+    states: dict[int, int] = field(default_factory=dict)  # after so many tokens, of whole blocks
 
 
 class Machine:
@@ -181,6 +203,11 @@ class Machine:
         layout = CPU.layout(layers, kv_dtype(kv, model.dtype), BLOCK)
         if window:
             layout = replace(layout, recent_window=window, max_recent_blocks=blocks)
+        self.stated = has_states(layers)
+        self.slots = list(range(SLOTS))
+        if self.stated:
+            shapes = tuple(layer.attention.state_shapes for layer in layers)
+            layout = replace(layout, states=StateLayout(shapes, model.dtype, SLOTS))
         self.kv = layout.allocate(blocks)
         for layer in self.kv:  # NaN wherever nothing has been written
             for part in layer[:6]:
@@ -194,7 +221,29 @@ class Machine:
         """A new sequence; its first `hit` tokens are already in the blocks of `shared`."""
         need = -(-len(tokens) // BLOCK)
         blocks = [] if shared is None else shared.blocks[: hit // BLOCK]
-        return Stream(tokens, blocks + [self.free.pop() for _ in range(need - len(blocks))], hit)
+        own = [self.free.pop() for _ in range(need - len(blocks))]
+        slot = shared.states[hit] if shared is not None and self.stated else -1
+        return Stream(tokens, blocks + own, hit, slot)
+
+    def _stated(self, step: Step, chunks: list[tuple[Stream, int]]) -> Step:
+        """With the states that streams go on from and leave: after whole blocks, and at the end."""
+        states, kept, row = [], [], 0
+        for stream, n in chunks:  # which are moved on already
+            first, before = stream.done - n, stream.slot
+            for end in sorted(
+                {*range(-(-(first + 1) // BLOCK) * BLOCK, stream.done, BLOCK), stream.done}
+            ):
+                stream.slot = self.slots.pop()
+                kept.append([row + end - first - 1, stream.slot])
+                if end % BLOCK == 0:
+                    stream.states[end] = stream.slot
+            if before >= 0 and before not in stream.states.values():
+                self.slots.insert(0, before)  # the last to be taken again: this step reads it
+            states.append(before)
+            row += n
+        as_ints = (torch.tensor(x, dtype=torch.int32) for x in (states, kept))
+        arrays = (getattr(step, one.name) for one in fields(Step))
+        return StatefulStep(*arrays, *as_ints)
 
     def run(self, chunks: list[tuple[Stream, int]]) -> list[Tensor]:
         """One step: the next n tokens of each stream; logits [n, V] of each."""
@@ -217,6 +266,8 @@ class Machine:
             ints(tokens), ints(positions), ints(slots), ints(starts), ints(lengths), ints(table),
             torch.arange(len(tokens), dtype=torch.int32),
         )  # fmt: skip
+        if self.stated:
+            step = self._stated(step, chunks)
         if self.recent is not None:
             self.recent.enter(step)
         with torch.inference_mode():

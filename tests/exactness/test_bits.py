@@ -8,7 +8,7 @@ import torch
 from penstock.kernels import native
 from penstock.nn import Decoder
 
-from .bits import LATENT, RANKED, Machine, alone, build, digest, prompt
+from .bits import LATENT, RANKED, STATED, Machine, alone, build, digest, prompt
 
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
@@ -28,6 +28,9 @@ GOLDEN = {
     "w8a8 over latents": "e16ca19cf32ca1e11be3e0e6bbcca7ace6653d3f79ecba26713e1f3008e0ed4b",
     "bfloat16 of low rank": "673129591e44178e9978f1dfe2fb7a6f4eaa1dec67ffc429a8452f7f83fdfb79",
     "float32 of low rank": "3ce68df069e82044392de13a2fe385990ef1fc2eda5c5f649c5ad5ddc22f8f0f",
+    "bfloat16 with states": "270864b3f28d50f58b035614b29816c3b966f0618325b55d37d9e032509cee3c",
+    "float32 with states": "b681a196bb8a65d1e300fe38de1cb9e127fea77b6790cb6a0a10280642323416",
+    "w8a8 with states": "cf035de8e3e4f8af95f9d4ebd7793eb796b5b177624da4666c1b172a613f1075",
     "w4a8-g128-asym": "8436f56a28ab2c3d244613215f3488049fc3405b9b120d674fe68b19cc2c96dd",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
@@ -42,7 +45,7 @@ def form(request: pytest.FixtureRequest) -> str:
 def model(form: str) -> Decoder:
     if form in ("bfloat16", "float32"):
         return build(getattr(torch, form))
-    if form in (f"float32{LATENT}", f"float32{RANKED}"):
+    if form in (f"float32{LATENT}", f"float32{RANKED}", f"float32{STATED}"):
         return build(torch.float32, form.replace("float32", "bfloat16"))
     return build(torch.bfloat16, form)
 

@@ -5,6 +5,7 @@ from penstock.nn.decoder import Decoder, KeptStates
 from penstock.nn.spec import (
     AttentionSpec,
     DecoderSpec,
+    DeltaSpec,
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionSpec",
     "Decoder",
     "DecoderSpec",
+    "DeltaSpec",
     "ExpertsSpec",
     "KeptStates",
     "LatentSpec",

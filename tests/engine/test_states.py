@@ -1,0 +1,268 @@
+"""Models whose layers have states in place of keys and values: promise 2, what prompts begin with,
+and whose each slot is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.cache import StateCache, StateLayout
+from penstock.config import EngineConfig
+from penstock.engine import Engine, RequestOptions
+from penstock.engine.options import Pin
+from penstock.engine.states import States
+from penstock.kernels import native
+from penstock.models.load import LoadedModel
+from penstock.models.spec import ModelSpec
+from penstock.nn import Decoder
+from penstock.runtime import Program, Runner, Runtime
+from penstock.runtime.device import CPU
+from penstock.sampling import BeamSearchParams, SamplingParams
+from penstock.step import KV, Step
+
+from ..exactness import bits
+from .test_engine_bits import GREEDY, Key, Recorder, assert_same, named
+from .toy import check
+
+pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
+
+SIZE, MAX_LEN, SEQS, KNOWN = 32, 352, 8, 20
+LENGTHS = [190, 1, 30, 64, 5, 95, 58, 126]
+LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+PROMPTS = named([bits.prompt(length, 7 + i) for i, length in enumerate(LENGTHS)])
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "w8a8"])
+def model(request: pytest.FixtureRequest) -> Decoder:
+    return bits.build(torch.bfloat16, f"{request.param}{bits.STATED}")
+
+
+def engine_on(
+    model: Decoder, blocks: int = 160, known: int = KNOWN, breaks: bool = False, **kwargs: Any
+) -> Engine:
+    """breaks: every fifth step raises once it has run."""
+    kwargs.setdefault("max_num_seqs", SEQS)
+    config = EngineConfig.of(max_model_len=MAX_LEN, **kwargs)
+    layers, slots = model.spec.layers, 2 * config.scheduler.max_num_seqs + known
+    states = StateLayout(tuple(x.attention.state_shapes for x in layers), model.dtype, slots)
+    layout = replace(CPU.layout(layers, model.dtype, SIZE), states=states)
+    kv = layout.allocate(blocks)
+    for part in (part for layer in kv for part in layer):
+        part.view(torch.uint8).fill_(0xFF)  # NaN: what nobody wrote must not be read
+    loaded = LoadedModel(
+        model, ModelSpec("bits", model.spec, (), None, None, ()), model.dtype, MAX_LEN, {}, ()
+    )
+    forward: Any = Program(model, kv)
+    if breaks:
+        forward = _Breaking(forward)
+    return Engine(config, Runtime(loaded, None, layout, blocks, Runner(forward, kv)))
+
+
+class _Breaking:
+    """Runs a step, and raises sometimes when it has."""
+
+    def __init__(self, forward: Program) -> None:
+        self.forward, self.count = forward, 0
+
+    def __call__(self, step: Step, kv: KV) -> Tensor:
+        logits = self.forward(step, kv)
+        self.count += 1
+        if self.count % 5 == 0 and step.num_sequences > 1:
+            raise RuntimeError("broken for once")
+        return logits
+
+
+def states_of(engine: Engine) -> States:
+    assert engine.scheduler.states is not None
+    return engine.scheduler.states
+
+
+def check_states(engine: Engine) -> None:
+    """Each slot is held as often as somebody has it, and known by one node at most."""
+    states = states_of(engine)
+    pool = states._pool
+    held: Counter[int] = Counter(states._pinned.values())
+    for request in engine.requests.values():
+        for s in request.sequences + [s.shadow for s in request.sequences if s.shadow]:
+            held.update([s.state] * (s.state >= 0) + [slot for _, slot in s.leaving])
+            assert (s.state >= 0) == (s.num_computed > 0)
+    assert [pool.count(slot) for slot in range(pool.num_blocks)] == [
+        held[slot] for slot in range(pool.num_blocks)
+    ]
+    for slot, node in states._after.items():
+        assert node.state == slot and not node.lost
+    assert pool.num_idle <= len(states._after)
+
+
+def run(engine: Engine, prompts: dict[str, list[int]], params: SamplingParams) -> dict[Key, Tensor]:
+    recorder = Recorder(engine)
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params)
+    while engine.has_unfinished:
+        for output in engine.step():
+            assert output.error is None
+        check(engine)
+        check_states(engine)
+    assert engine.pool.num_used == 0 and engine.stats()["states"]["used"] == 0
+    engine.sampler = recorder.sampler
+    return recorder.logits
+
+
+@pytest.fixture(scope="module")
+def alone(model: Decoder) -> dict[Key, Tensor]:
+    found: dict[Key, Tensor] = {}
+    for name, prompt in PROMPTS.items():
+        engine = engine_on(model, max_num_seqs=1, known=0, enable_prefix_caching=False)
+        found |= run(engine, {name: prompt}, LONG)
+    return found
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "in chunks": {"max_num_batched_tokens": 40},
+    "by two": {"max_num_seqs": 2},
+    "giving way": {"blocks": 14},
+    "without room for what is known": {"known": 0},
+    "without prefixes": {"known": 0, "enable_prefix_caching": False},
+    "steps that break": {"breaks": True},
+    "shortest first": {"policy": "sjf", "max_num_seqs": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sequence_is_its_own(model: Decoder, alone: dict[Key, Tensor], way: str) -> None:
+    engine = engine_on(model, **WAYS[way])
+    assert_same(run(engine, PROMPTS, LONG), alone)
+    assert (engine.scheduler.num_preemptions > 0) == (way == "giving way")
+    # and again, from what is known by now
+    assert_same(run(engine, PROMPTS, LONG), alone)
+
+
+def hits(engine: Engine, prompt: list[int], new: int = 4, **options: Any) -> tuple[int, list[int]]:
+    """Tokens of a prompt that were found, and its output."""
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+    engine.add_request("x", prompt, params, options=RequestOptions(**options))
+    done = []
+    while engine.has_unfinished:
+        done += engine.step()
+        check_states(engine)
+    (output,) = done
+    return output.metrics.cached_tokens, output.outputs[0].token_ids
+
+
+def test_a_prompt_begins_where_one_like_it_ended(model: Decoder) -> None:
+    """After its last whole block; and the next turn of a conversation, after its answer's."""
+    engine = engine_on(model)
+    prompt = bits.prompt(150, 3)
+    found, answer = hits(engine, prompt, 60)
+    assert found == 0
+    assert hits(engine, prompt, 60) == (128, answer)
+    turn = prompt + answer + bits.prompt(20, 4)
+    plain = engine_on(model, enable_prefix_caching=False, known=0)
+    found, after = hits(engine, turn)
+    assert found == (150 + 59) // SIZE * SIZE == 192
+    assert (0, after) == hits(plain, turn)
+
+
+def test_what_two_prompts_share_is_known_to_the_third(model: Decoder) -> None:
+    """The second parts from the first where no state was left, and leaves one there."""
+    engine = engine_on(model)
+    shared = bits.prompt(100, 3)
+    found = [hits(engine, shared + bits.prompt(70, 10 + i))[0] for i in range(4)]
+    assert found == [0, 0, 96, 96]
+
+
+@pytest.mark.parametrize(("budget", "found"), [(2048, 3 * 96), (64, 64 + 2 * 96)])
+def test_prompts_that_come_together_compute_what_they_share_once(
+    model: Decoder, budget: int, found: int
+) -> None:
+    """In chunks, the second comes when the first has gone on: it begins where a chunk has ended."""
+    engine = engine_on(model, max_num_batched_tokens=budget)
+    shared = bits.prompt(100, 3)
+    prompts = named([shared + bits.prompt(40, 10 + i) for i in range(4)])
+    alone = engine_on(model, max_num_seqs=1, enable_prefix_caching=False, known=0)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    want = {k: v for name, p in prompts.items() for k, v in run(alone, {name: p}, params).items()}
+    assert_same(run(engine, prompts, params), want)
+    assert engine.tree is not None
+    assert engine.tree.tokens_hit == found
+
+
+def test_few_slots_are_given_to_what_was_used_last(model: Decoder) -> None:
+    engine = engine_on(model, max_num_seqs=1, known=2)
+    prompts = [bits.prompt(70, 20 + i) for i in range(6)]
+    for prompt in prompts:
+        assert hits(engine, prompt)[0] == 0
+    found = [hits(engine, prompt)[0] for prompt in reversed(prompts)]
+    assert found[0] == 64 and found[-1] == 0
+    assert engine.stats()["states"]["cached"] <= 4
+
+
+def test_pins_hold_states(model: Decoder) -> None:
+    engine = engine_on(model, max_num_seqs=1, known=4)
+    prompt = bits.prompt(100, 3)
+    hits(engine, prompt, pins=(Pin(64, 100.0),))
+    for i in range(12):
+        hits(engine, bits.prompt(70, 20 + i))
+    assert hits(engine, prompt[:80] + bits.prompt(30, 4))[0] == 64
+    engine.reset_prefix_cache()
+    assert engine.stats()["states"] == {"slots": 6, "used": 0, "cached": 0}
+    assert hits(engine, prompt)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=40, ignore_eos=True),
+        BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True),
+        SamplingParams(
+            guidance_scale=1.5, negative_prompt=[5, 6, 7], seed=1, max_tokens=40,
+            ignore_eos=True,
+        ),
+    ],
+    ids=["samples", "beams", "guidance"],
+)  # fmt: skip
+def test_those_that_fork(model: Decoder, params: Any) -> None:
+    """They share a prompt's state, and go on apart; with little room, too."""
+    found = []
+    for options in ({}, {"blocks": 38, "max_num_batched_tokens": 50}):
+        engine = engine_on(model, **options)
+        for name in ("0", "3", "5"):
+            engine.add_request(name, PROMPTS[name], params)
+        done = {}
+        while engine.has_unfinished:
+            done |= {o.request_id: o for o in engine.step()}
+            check(engine)
+            check_states(engine)
+        assert engine.stats()["states"]["used"] == 0
+        texts = {name: [c.token_ids for c in o.outputs] for name, o in done.items()}
+        assert all(done[name].error is None for name in done)
+        found.append(texts)
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+
+
+def test_blocks_and_slots_come_back_from_aborted_requests(model: Decoder) -> None:
+    engine = engine_on(model, max_num_batched_tokens=40)
+    for name, prompt in PROMPTS.items():
+        engine.add_request(name, prompt, GREEDY)
+    for name in PROMPTS:
+        engine.step()
+        engine.abort(name)
+        check_states(engine)
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.pool.num_used == 0 and engine.stats()["states"]["used"] == 0
+
+
+def test_no_block_holds_a_state(model: Decoder) -> None:
+    engine = engine_on(model)
+    kinds = [isinstance(layer, StateCache) for layer in engine.runtime.runner.kv]
+    assert kinds == [True, False, True]
+    assert engine.runtime.layout.bytes_per_block == SIZE * engine.runtime.layout.bytes_per_token(1)
