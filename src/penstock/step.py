@@ -113,3 +113,4 @@ class RingStep(Step):
 
 
 torch.export.register_dataclass(Step, serialized_type_name="penstock.Step")
+torch.export.register_dataclass(StatefulStep, serialized_type_name="penstock.StatefulStep")

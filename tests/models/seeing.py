@@ -201,6 +201,37 @@ def make_qwen3(folder: Path) -> SeeingModel:
     return SeeingModel(folder, model, QwenProcessor(Qwen2VLImageProcessorPil(**own), tokenizer))
 
 
+def make_qwen3_5(folder: Path, *, mixed: bool = False) -> SeeingModel:
+    """Tokens of 32 pixels before layers with states; mixed: with experts."""
+    torch.manual_seed(12)
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = {
+        **TEXT, "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "rope_parameters": {**rope, "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    }  # fmt: skip
+    if mixed:
+        del text["intermediate_size"]
+        text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        text |= {"shared_expert_intermediate_size": 40}
+    vision = {
+        "depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 70, "patch_size": 16,
+        "out_hidden_size": 64, "num_position_embeddings": 36,
+    }  # fmt: skip
+    kind = "Qwen3_5Moe" if mixed else "Qwen3_5"
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=False
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    tokenizer = make_tokenizer()
+    own = {
+        "size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 20}, "patch_size": 16,
+        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    }  # fmt: skip
+    _write(folder, model, {"image_processor_type": "Qwen2VLImageProcessorFast", **own}, tokenizer)
+    return SeeingModel(folder, model, QwenProcessor(Qwen2VLImageProcessorPil(**own), tokenizer))
+
+
 def make_qwen(folder: Path, *, older: bool = False, published: bool = False) -> SeeingModel:
     """Tokens of 28 pixels, windows of two by two. published: text keys as they once were."""
     torch.manual_seed(9)

@@ -17,6 +17,7 @@ from tests.models.seeing import (
     make_llava,
     make_qwen,
     make_qwen3,
+    make_qwen3_5,
     picture,
 )
 
@@ -42,6 +43,8 @@ MAKERS: dict[str, Callable[[Path], SeeingModel]] = {
     "qwen2.5-vl-published": lambda folder: make_qwen(folder, published=True),
     "qwen2-vl": lambda folder: make_qwen(folder, older=True),
     "qwen3-vl": make_qwen3,
+    "qwen3.5": make_qwen3_5,
+    "qwen3.5-moe": lambda folder: make_qwen3_5(folder, mixed=True),
     "internvl": make_internvl,
     "internvl-normed": lambda folder: make_internvl(folder, pooled=False, text="Llama"),
     "internvl-3.5": lambda folder: make_internvl(folder, text="Qwen3"),

@@ -10,6 +10,7 @@ from penstock.cache.layouts import (
     StateLayout,
     block_rows,
     copy_blocks,
+    holds_states,
 )
 from penstock.cache.pins import PinnablePool, Pins
 from penstock.cache.prefix_tree import NO_PREFIXES, Node, PrefixTree
@@ -33,6 +34,7 @@ __all__ = [
     "SwapStore",
     "block_rows",
     "copy_blocks",
+    "holds_states",
     "kv_dtype",
     "kv_name",
     "most_recent_blocks",

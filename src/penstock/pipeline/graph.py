@@ -31,7 +31,7 @@ from penstock.pipeline.plain import to_plain
 from penstock.runtime import compile_counter
 from penstock.runtime.inputs import Derived, Form, Inputs, Weights
 from penstock.runtime.package import quiet
-from penstock.step import KV, Step
+from penstock.step import KV, LayerCache, StatefulStep, Step
 
 _FORMAT = 1
 _TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
@@ -91,7 +91,7 @@ class Graph:
         step, kv, weights = self.nodes
         arrays = {f.name: getattr(step, f.name).meta["val"] for f in fields(step)}
         caches = [tuple(node.meta["val"] for node in layer) for layer in kv]
-        return Step(**arrays), caches, {n: node.meta["val"] for n, node in weights.items()}
+        return type(step)(**arrays), caches, {n: node.meta["val"] for n, node in weights.items()}
 
     def save(self, file: Path) -> None:
         """Write the graph, without any weight."""
@@ -180,20 +180,29 @@ def trace(
             return torch.empty(shape, dtype=torch.int32)
 
         # a dimension of 1 would be taken for a constant, and so would two that are equal
-        step = Step(ints(7), ints(7), ints(7), ints(4), ints(3), ints(3, 5), ints(2))
+        arrays = ints(7), ints(7), ints(7), ints(4), ints(3), ints(3, 5), ints(2)
+        stated = any(map(_is_state, kv))
+        step = StatefulStep(*arrays, ints(3), ints(6, 2)) if stated else Step(*arrays)
         caches = [
             tuple(
-                torch.empty(t.shape if _fixed(t) else (11 + i, *t.shape[1:]), dtype=t.dtype)
+                torch.empty(
+                    t.shape if _fixed(t) else (i + (23 if _is_state(parts) else 11), *t.shape[1:]),
+                    dtype=t.dtype,
+                )
                 for i, t in enumerate(parts)
             )
             for parts in kv
         ]
         given = {name: torch.empty(tuple(t.shape), dtype=t.dtype) for name, t in weights.items()}
     rows, each = {0: tokens}, {0: sequences}
+    more = [each, {0: Dim("K", min=1)}] if stated else []
     shapes = (
-        [rows, rows, rows, {0: sequences + 1}, each, {**each, 1: width}, {0: sampled}],
+        [rows, rows, rows, {0: sequences + 1}, each, {**each, 1: width}, {0: sampled}, *more],
         [
-            tuple({} if _fixed(t) else {0: Dim(f"N{i}", min=1)} for i, t in enumerate(parts))
+            tuple(
+                {} if _fixed(t) else {0: Dim(f"{'G' if _is_state(parts) else 'N'}{i}", min=1)}
+                for i, t in enumerate(parts)
+            )
             for parts in caches
         ],
         dict.fromkeys(given),
@@ -207,6 +216,11 @@ def trace(
             node.meta.pop(key, None)
     program.example_inputs = None
     return Graph(program, derived)
+
+
+def _is_state(parts: LayerCache) -> bool:
+    """Whether these are a layer's states: parts of blocks have six dimensions, or four."""
+    return parts[0].dim() == 5
 
 
 def _fixed(part: Tensor) -> bool:

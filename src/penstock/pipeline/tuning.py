@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.cache import holds_states
 from penstock.hardware import cache_folder
 from penstock.runtime.engine_folder import Limits
 from penstock.runtime.program import LinearVariant, Program
 from penstock.runtime.tuned import Tuned
-from penstock.step import KV, Step
+from penstock.step import KV, StatefulStep, Step
 
 VERSION = 4
 """Of what is timed and how it is chosen."""
@@ -165,7 +166,7 @@ def measure(
     waited, spent = waited_s(), time.process_time()
     done, total = 0, sum(sizes)
     for tokens in sizes:
-        step = make_step(tokens, limits, block_size)
+        step = make_step(tokens, limits, block_size, stated=holds_states(kv))
         times = {}
         for threads in counts:
             program.use_threads([(tokens, threads)])
@@ -281,9 +282,9 @@ def _choose_variants(
     return tuple(chosen)
 
 
-def make_step(tokens: int, limits: Limits, block_size: int) -> Step:
+def make_step(tokens: int, limits: Limits, block_size: int, *, stated: bool = False) -> Step:
     """A step of so many tokens: one of each sequence while there are enough of those, else parts of
-    prompts.
+    prompts. stated: of a model that has states.
     """
     if tokens <= limits.max_num_seqs:
         behind = min(CONTEXT, limits.max_model_len - 1)
@@ -299,14 +300,22 @@ def make_step(tokens: int, limits: Limits, block_size: int) -> Step:
     owner = torch.repeat_interleave(torch.arange(len(ends)), torch.tensor(lengths))
     slots = table[owner, positions // block_size] * block_size + positions % block_size
     query_start = torch.tensor([0, *lengths]).cumsum(0)
-    return Step(
-        tokens=torch.zeros(tokens, dtype=torch.int32),
-        positions=positions.to(torch.int32),
-        slots=slots.to(torch.int32),
-        query_start=query_start.to(torch.int32),
-        context_len=torch.tensor(ends, dtype=torch.int32),
-        block_table=table,
-        sample_at=(query_start[1:] - 1).to(torch.int32),
+    last = (query_start[1:] - 1).to(torch.int32)
+    arrays = (
+        torch.zeros(tokens, dtype=torch.int32),
+        positions.to(torch.int32),
+        slots.to(torch.int32),
+        query_start.to(torch.int32),
+        torch.tensor(ends, dtype=torch.int32),
+        table,
+        last,
+    )
+    if not stated:
+        return Step(*arrays)
+    own = torch.arange(len(ends), dtype=torch.int32)  # what each reads; the next ones are written
+    began = torch.tensor(starts) > 0
+    return StatefulStep(
+        *arrays, torch.where(began, own, -1), torch.stack((last, own + len(ends)), dim=1)
     )
 
 

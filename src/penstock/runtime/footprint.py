@@ -20,6 +20,7 @@ from penstock.models.weights import check_complete
 from penstock.nn import Decoder, DecoderSpec, LayerSpec
 from penstock.nn.attention import Bases
 from penstock.nn.decoder import MATRICES
+from penstock.nn.delta import Convolution
 from penstock.nn.experts import ExpertBank
 from penstock.nn.linear import Embedding, Linear
 from penstock.nn.mla import HeadBanks
@@ -286,6 +287,8 @@ def _stand_in(spec: DecoderSpec, dtype: torch.dtype, ranks: Ranks | None) -> Dec
             module.own("weight", torch.empty((module.vocab_size, columns), dtype=dtype))
         elif isinstance(module, Vector):
             module.own("weight", torch.empty(len(module.kept)))
+        elif isinstance(module, Convolution):
+            module.own("weight", torch.empty((module.width, module.channels)))
         elif isinstance(module, Bases):
             sides, _, dim, kept = module.shape
             module.own("weight", torch.empty((sides, len(module.kept), dim, kept)))

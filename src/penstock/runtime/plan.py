@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import ops
-from penstock.cache import StateCache
+from penstock.cache import holds_states
 from penstock.errors import KernelError
 from penstock.ops.registry import NAMESPACE
 from penstock.runtime import compile_counter
@@ -166,8 +166,7 @@ def record(
     """
     compile_counter.note("program")
     shared = any(getattr(one, "ring", None) is not None for one in module.modules())
-    stateful = any(isinstance(layer, StateCache) for layer in kv)
-    step = _blank_step(adapted, shared, stateful)
+    step = _blank_step(adapted, shared, holds_states(kv))
     with torch.inference_mode(), _Recorder(step, kv, names) as recorder:
         output = module(step, kv)
     plan = Plan(tuple(recorder.operators), recorder.value(output).number)

@@ -2,7 +2,7 @@
 
 from penstock.cache.layouts.latent import PagedLatents
 from penstock.cache.layouts.paged import PagedLayout, PagedRows, block_rows, copy_blocks
-from penstock.cache.layouts.states import StateCache, StateLayout
+from penstock.cache.layouts.states import StateCache, StateLayout, holds_states
 
 __all__ = [
     "PagedLatents",
@@ -12,4 +12,5 @@ __all__ = [
     "StateLayout",
     "block_rows",
     "copy_blocks",
+    "holds_states",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache.pages import lazy_zeros
+from penstock.step import KV
 
 Shape = tuple[int, ...]
 
@@ -23,6 +24,11 @@ class StateCache(NamedTuple):
 
     state: Tensor
     inputs: Tensor
+
+
+def holds_states(kv: KV) -> bool:
+    """Whether any layer has states in place of a cache."""
+    return any(isinstance(layer, StateCache) for layer in kv)
 
 
 @dataclass(frozen=True, slots=True)
