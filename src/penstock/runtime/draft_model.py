@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.models.heads.kinds import method_of
 from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.sources import open_model, open_tokenizer
-from penstock.nn.decoder import has_latents
+from penstock.nn.decoder import has_latents, has_states
 from penstock.runtime.beside import Target, bytes_of, guessing_folder
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.device import Device
@@ -210,6 +210,11 @@ def _layout(
     ):
         stored = "auto"
     layers = draft.spec.decoder.layers
+    if has_states(layers):
+        raise ConfigError(
+            f"The draft model {draft.spec.family} has layers with states, of which a guess that "
+            "isn't taken can't be taken back. Choose another, or another method."
+        )
     return device.layout(layers, kv_dtype(stored, draft.dtype), config.cache.block_size)
 
 
