@@ -6,27 +6,32 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from penstock import LLM
 from penstock.cache import StateCache, StateLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine, RequestOptions
 from penstock.engine.options import Pin
 from penstock.engine.states import States
+from penstock.errors import ConfigError, OutOfCacheError, UnsupportedModelError
 from penstock.kernels import native
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import Decoder
+from penstock.pipeline.build import BuildOptions, build
 from penstock.runtime import Program, Runner, Runtime
-from penstock.runtime.device import CPU
+from penstock.runtime.device import CPU, Device
 from penstock.sampling import BeamSearchParams, SamplingParams
 from penstock.step import KV, Step
 
 from ..exactness import bits
+from ..models.tiny import Tiny, make_tiny
 from .test_engine_bits import GREEDY, Key, Recorder, assert_same, named
 from .toy import check
 
@@ -266,3 +271,108 @@ def test_no_block_holds_a_state(model: Decoder) -> None:
     kinds = [isinstance(layer, StateCache) for layer in engine.runtime.runner.kv]
     assert kinds == [True, False, True]
     assert engine.runtime.layout.bytes_per_block == SIZE * engine.runtime.layout.bytes_per_token(1)
+
+
+def test_embeddings_are_a_prompts_own(model: Decoder) -> None:
+    """Pooled together with others, in chunks, and after a hit."""
+    found = []
+    for options in ({"max_num_seqs": 1}, {}, {"max_num_batched_tokens": 40}):
+        engine = engine_on(model, **options)
+        for _ in range(2):
+            done = {}
+            for name, prompt in PROMPTS.items():
+                engine.add_pooling_request(name, prompt)
+            while engine.has_unfinished:
+                done |= {o.request_id: o for o in engine.step()}
+                check_states(engine)
+            found.append({name: output.embedding for name, output in done.items()})
+    assert all(each.keys() == PROMPTS.keys() for each in found)
+    assert all(each == found[0] for each in found)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny("qwen3_5", tmp_path_factory.mktemp("qwen3_5"))
+
+
+def llm_of(tiny: Tiny, **options: Any) -> LLM:
+    chosen: dict[str, Any] = {"max_model_len": tiny.case.max_len, "num_blocks": 24}
+    return LLM(tiny.folder, skip_tokenizer_init=True, **chosen | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config isn't built"),
+        ({"speculative_config": {"method": "self"}}, "speculative_config isn't built"),
+        ({"preemption_mode": "swap"}, "preemption_mode='swap' or a swap_space isn't built"),
+        ({"swap_space": 1.0}, "preemption_mode='swap' or a swap_space isn't built"),
+        ({"prefix_cache_dir": "prefixes"}, "a prefix_cache_dir isn't built"),
+        ({"enable_lora": True}, "enable_lora isn't built"),
+        ({"kv_cache_dtype": "kivi", "dtype": "bfloat16"}, "kv_cache_dtype='kivi' isn't built"),
+        ({"max_attention_window": 64}, "layers with states"),
+        ({"max_num_seqs": 10_000_000, "max_num_batched_tokens": 10_000_000}, "Lower it to"),
+    ],
+)
+def test_what_isnt_built(hybrid: Tiny, options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ConfigError, OutOfCacheError), match=said):
+        llm_of(hybrid, **options)
+
+
+@pytest.mark.parametrize(
+    "divided",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}],
+)
+def test_ranks_are_refused(hybrid: Tiny, divided: dict[str, int]) -> None:
+    with pytest.raises(UnsupportedModelError, match="can't be divided among processes"):
+        llm_of(hybrid, **divided)
+
+
+def test_a_draft_model_with_states_is_refused(hybrid: Tiny, tmp_path: Path) -> None:
+    target = make_tiny("llama", tmp_path)
+    draft = {"method": "draft_model", "model": str(hybrid.folder)}
+    with pytest.raises(ConfigError, match="a guess that isn't taken can't be taken back"):
+        llm_of(target, speculative_config=draft)
+
+
+def test_fewer_sequences_where_memory_is_short(
+    hybrid: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless so many were asked for: then it is an error that says how many fit."""
+    layout = llm_of(hybrid).runtime.layout
+    assert layout.states is not None and layout.states.slots == 2 * 64 + 64
+    room = 4 * 20 * layout.states.bytes_per_slot / 0.9 + 100
+    monkeypatch.setattr(Device, "available_bytes", property(lambda self: int(room)))
+    with caplog.at_level("INFO", "penstock"):
+        llm = llm_of(hybrid)
+    assert "Up to 10 sequences run at once" in caplog.text
+    assert llm.engine.config.scheduler.max_num_seqs == 10
+    prompts = [{"prompt_token_ids": hybrid.prompt[: 20 + i].tolist()} for i in range(14)]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    few = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    monkeypatch.undo()
+    assert few == [o.outputs[0].token_ids for o in llm_of(hybrid).generate(prompts, params)]
+    monkeypatch.setattr(Device, "available_bytes", property(lambda self: int(room)))
+    with pytest.raises(OutOfCacheError, match=r"max_num_seqs=11 .* Lower it to 10"):
+        llm_of(hybrid, max_num_seqs=11)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+def test_a_built_engine_says_the_same(
+    hybrid: Tiny, tmp_path: Path, eager: bool, quantization: str | None
+) -> None:
+    build(
+        BuildOptions(
+            hybrid.folder, tmp_path / "engine", quantization=quantization, max_model_len=160,
+            max_num_seqs=4, profile=(1, 32, 64), timing_cache=False,
+        )
+    )  # fmt: skip
+    built = LLM(tmp_path / "engine", skip_tokenizer_init=True, enforce_eager=eager)
+    plain = llm_of(hybrid, quantization=quantization)
+    prompts = [{"prompt_token_ids": hybrid.prompt[: 9 + 20 * i].tolist()} for i in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    said = [
+        [o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (built, plain)
+    ]
+    assert said[0] == said[1]

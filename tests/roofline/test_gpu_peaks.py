@@ -26,7 +26,7 @@ from penstock.hardware import (
     why_no_gpu,
 )
 from penstock.kernels.triton.bandwidth import read_sum
-from penstock.roofline.cost import Cost
+from penstock.roofline.counts import Cost
 from penstock.roofline.floor import floor_of
 from penstock.roofline.plot import Dot, roofline_svg
 

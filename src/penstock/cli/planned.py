@@ -201,6 +201,10 @@ def _memory(planned: Planned) -> list[tuple[str, str]]:
     window = f", the last {horizon.window:,} of each" if horizon else ""
     if horizon.sink_tokens:
         window += f" and the first {horizon.sink_tokens}"
+    states = found.layout.states
+    if states is not None:
+        size = amount(2 * states.bytes_per_slot, "B")
+        window += f", and {load.concurrency:,} × two states ({size})"
     fits = ", compared with nothing: --memory says what there is"
     if planned.available is not None:
         free = amount(planned.available, "B")

@@ -33,7 +33,7 @@ from penstock.engine.remembering import Remembering
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
-from penstock.engine.states import States
+from penstock.engine.states import states_of
 from penstock.errors import InvalidSamplingError, RequestError
 from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks_on, nvtx
@@ -97,7 +97,7 @@ class Engine:
             self.preemption,
             clock,
             runtime.horizon,
-            self._states(),
+            states_of(runtime.layout, limits.max_num_seqs, self.tree, self.pins),
         )
         runtime.runner.claim(self, self.pool.count)  # late: a configuration may be refused before
         self.speculation = Speculation.of(config, runtime, self.scheduler)
@@ -132,16 +132,6 @@ class Engine:
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
         self._ended: list[Request] = []  # outside of a step
-
-    def _states(self) -> States | None:
-        """Of a model that has some."""
-        held, size = self.runtime.layout.states, self.runtime.layout.block_size
-        if held is None:
-            return None
-        states = States(held.slots, self.config.scheduler.max_num_seqs, size, self.tree)
-        if self.pins is not None:
-            self.pins.on_pin, self.pins.on_unpin = states.pin, states.unpin
-        return states
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.cache import BlockPool, Node, PrefixTree
+from penstock.cache import BlockPool, Node, PagedLayout, Pins, PrefixTree
 from penstock.engine.plan import Part
 from penstock.engine.request import Sequence
 
@@ -207,3 +207,15 @@ class States:
 
     def _evicted(self, slot: int) -> None:
         self._after.pop(slot).state = -1
+
+
+def states_of(
+    layout: PagedLayout, max_num_seqs: int, tree: PrefixTree | None, pins: Pins | None
+) -> States | None:
+    """The slots of a cache; None of one that has none. pins: which hold states, too."""
+    if layout.states is None:
+        return None
+    states = States(layout.states.slots, max_num_seqs, layout.block_size, tree)
+    if pins is not None:
+        pins.on_pin, pins.on_unpin = states.pin, states.unpin
+    return states

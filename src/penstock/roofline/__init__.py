@@ -1,6 +1,7 @@
 """How full the pipe runs: what a step must cost on this machine, and what it did cost."""
 
-from penstock.roofline.cost import OPS, Cost, CostModel, OpCost, StepSize, total
+from penstock.roofline.cost import OPS, CostModel
+from penstock.roofline.counts import Cost, OpCost, StepSize, total
 from penstock.roofline.floor import Bound, Floor, floor_of, floor_s, op_floor
 from penstock.roofline.gpu_peaks import (
     gpu_peaks,

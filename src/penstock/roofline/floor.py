@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.hardware import AnyPeaks
-from penstock.roofline.cost import Cost, OpCost
+from penstock.roofline.counts import Cost, OpCost
 
 Bound = Literal["memory", "compute"]
 

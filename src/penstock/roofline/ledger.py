@@ -12,7 +12,8 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.hardware import AnyPeaks
-from penstock.roofline.cost import Cost, CostModel, StepSize
+from penstock.roofline.cost import CostModel
+from penstock.roofline.counts import Cost, StepSize
 from penstock.roofline.floor import Bound, Floor, floor_of
 
 CAUSES = ("draft", "schedule", "batch", "sample", "detokenize", "output", "wait")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.hardware import AnyPeaks
-from penstock.roofline.cost import CostModel, StepSize
+from penstock.roofline.cost import CostModel
+from penstock.roofline.counts import StepSize
 from penstock.roofline.floor import Bound, floor_of
 
 MILLION = 1_000_000
