@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from penstock.cache import StateLayout
 from penstock.nn import (
     AttentionSpec,
     DecoderSpec,
+    DeltaSpec,
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
@@ -16,6 +18,7 @@ from penstock.nn import (
     NormSpec,
     RopeSpec,
 )
+from penstock.nn.decoder import has_states
 from penstock.quant import Dense, WeightFormats
 from penstock.roofline import CostModel
 from penstock.runtime.device import CPU
@@ -46,7 +49,11 @@ def mixed() -> DecoderSpec:
 def costs(
     spec: DecoderSpec, formats: WeightFormats = BF16, dtype: torch.dtype = torch.bfloat16
 ) -> CostModel:
-    return CostModel(spec, formats, CPU.layout(spec.layers, dtype, 32), dtype)
+    layout = CPU.layout(spec.layers, dtype, 32)
+    if has_states(spec.layers):
+        shapes = tuple(layer.attention.state_shapes for layer in spec.layers)
+        layout = replace(layout, states=StateLayout(shapes, dtype, 8))
+    return CostModel(spec, formats, layout, dtype)
 
 
 def of_experts() -> DecoderSpec:
@@ -65,3 +72,13 @@ def of_latents() -> DecoderSpec:
     many = MlpSpec(1408, experts=ExpertsSpec(64, 6, normalize=False, shared=2816))
     layers = LayerSpec(plain, MlpSpec(10944)), LayerSpec(plain, many), LayerSpec(tight, many)
     return DecoderSpec(102400, 2048, layers, NormSpec(), 163840)
+
+
+def of_states() -> DecoderSpec:
+    """Qwen3.5-0.8B's: 18 gated delta rules, and 6 layers of gated attention."""
+    delta = AttentionSpec(16, 16, 128, 128**-0.5, None, delta=DeltaSpec(128, 4))
+    rope = RopeSpec(1e7, 64)
+    attends = AttentionSpec(8, 2, 256, 256**-0.5, rope, qk_norm="head", gated=True)
+    mlp = MlpSpec(3584)
+    layers = (LayerSpec(delta, mlp),) * 3 + (LayerSpec(attends, mlp),)
+    return DecoderSpec(248320, 1024, layers * 6, NormSpec(offset=1.0), 262144, tied=True)
