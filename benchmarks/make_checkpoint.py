@@ -129,6 +129,39 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 256,
         "vocab_size": 32768,
     },
+    "qwen3.5-0.8b": {  # its text model
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000.0,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 248320,
+    },
     "tiny": {
         **_QWEN,
         "hidden_size": 64,
@@ -156,7 +189,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        if "kv_lora_rank" in config:
+        if "layer_types" in config:
+            shapes |= {f"{layer}{n}": s for n, s in _hybrid_attention(config, i).items()}
+        elif "kv_lora_rank" in config:
             shapes |= {f"{layer}self_attn.{n}": s for n, s in _latent_attention(config).items()}
         else:
             for name, count in rows.items():
@@ -201,6 +236,35 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "kv_a_layernorm.weight": (rank,),
         "kv_b_proj.weight": (heads * (plain + values), rank),
         "o_proj.weight": (hidden, heads * values),
+    }
+
+
+def _hybrid_attention(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """A layer's gated delta rule, or its attention, whose queries bring gates along."""
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    if config["layer_types"][layer] == "full_attention":
+        heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+        return {
+            "self_attn.q_proj.weight": (2 * heads * dim, hidden),
+            "self_attn.k_proj.weight": (keys * dim, hidden),
+            "self_attn.v_proj.weight": (keys * dim, hidden),
+            "self_attn.o_proj.weight": (hidden, heads * dim),
+            "self_attn.q_norm.weight": (dim,),
+            "self_attn.k_norm.weight": (dim,),
+        }
+    heads = config["linear_num_value_heads"]
+    values = heads * config["linear_value_head_dim"]
+    turned = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    return {
+        "linear_attn.in_proj_qkv.weight": (turned, hidden),
+        "linear_attn.in_proj_z.weight": (values, hidden),
+        "linear_attn.in_proj_a.weight": (heads, hidden),
+        "linear_attn.in_proj_b.weight": (heads, hidden),
+        "linear_attn.conv1d.weight": (turned, 1, config["linear_conv_kernel_dim"]),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (config["linear_value_head_dim"],),
+        "linear_attn.out_proj.weight": (hidden, values),
     }
 
 

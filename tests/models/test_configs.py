@@ -12,13 +12,14 @@ import pytest
 import transformers
 from published import PUBLISHED as DENSE
 from published_experts import PUBLISHED_EXPERTS
+from published_states import PUBLISHED_STATES
 from tiny import CASES, GEMMA3_ROPE
 
 from penstock.errors import ModelNotFoundError, UnsupportedModelError
 from penstock.models import ModelSpec, architectures, read_spec
-from penstock.nn import ExpertsSpec, LatentSpec
+from penstock.nn import DeltaSpec, ExpertsSpec, LatentSpec
 
-PUBLISHED = DENSE | PUBLISHED_EXPERTS
+PUBLISHED = DENSE | PUBLISHED_EXPERTS | PUBLISHED_STATES
 
 FULL, SLIDES = "full_attention", "sliding_attention"
 
@@ -48,7 +49,8 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     """The same config as transformers 4 wrote it."""
     config = copy.deepcopy(config)
     config["torch_dtype"] = config.pop("dtype")
-    config.pop("layer_types", None)
+    if config.get("layer_types", [None])[0] != FULL or "linear_key_head_dim" not in config:
+        config.pop("layer_types", None)  # of the tiny Qwen3.5 they aren't in the family's order
     ropes = config.pop("rope_parameters", None)
     if ropes is None:
         return config
@@ -79,7 +81,7 @@ def test_published_configs_have_no_unread_key(read: Any, name: str) -> None:
     config, spec = PUBLISHED[name], read(PUBLISHED[name])
     hidden = config.get("hidden_size", config.get("n_embd"))
     heads = config.get("num_attention_heads", config.get("n_head"))
-    attention = spec.decoder.layers[0].attention
+    attention = spec.decoder.layers[-1].attention
     assert len(spec.decoder.layers) == config.get("num_hidden_layers", config.get("n_layer"))
     assert spec.decoder.hidden == hidden
     assert attention.num_kv_heads == config.get("num_key_value_heads", heads)
@@ -125,6 +127,15 @@ def test_what_is_special_about_published_configs(read: Any) -> None:
     )  # fmt: skip
     assert layers("GLM-4.5-Air")[1].attention.rope.rotary_dim == 64
     assert layers("GLM-4.7-Flash")[1].attention.latent == LatentSpec(512, 256, query_rank=768)
+    states = layers("Qwen3-Next-80B-A3B-Instruct")
+    assert [layer.attention.delta is None for layer in states] == ([False] * 3 + [True]) * 12
+    assert states[0].attention.delta == DeltaSpec(128, 4)
+    assert states[0].attention.qkv_columns == (2048, 2048, 4096)
+    assert states[0].mlp.experts == ExpertsSpec(
+        512, 10, normalize=True, shared=512, shared_gate=True
+    )
+    turns = layers("Qwen3.5-27B, its text")[3].attention
+    assert (turns.rope.sections, turns.rope.rotary_dim, turns.gated) == ((11, 11, 10), 64, True)
     assert layers("pythia-70m")[0].attention.rope.rotary_dim == 16
     assert layers("pythia-70m")[0].parallel
     mixed = layers("Qwen3-30B-A3B")[0].mlp
@@ -382,7 +393,7 @@ def test_unread_keys_are_named_in_one_warning(read: Any) -> None:
 
 def test_unknown_architectures(read: Any) -> None:
     with pytest.raises(
-        UnsupportedModelError, match=r"Did you mean 'Qwen3MoeForCausalLM'\?.*Built: "
+        UnsupportedModelError, match=r"Did you mean 'Qwen3NextForCausalLM'\?.*Built: "
     ):
         read({"architectures": ["Qwen3NextMoeForCausalLM"]})
     with pytest.raises(UnsupportedModelError, match="model_type 'bert'"):
@@ -409,7 +420,8 @@ def test_broken_config_files(tmp_path: Path) -> None:
 SEEING = {
     f"{name}ForConditionalGeneration"
     for name in (
-        "Idefics3", "InternVL", "Llava", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM",
+        "Idefics3", "InternVL", "Llava", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5",
+        "Qwen3_5Moe", "SmolVLM",
     )
 }  # fmt: skip
 """Whose configs are those of `tests/models/seeing.py`."""

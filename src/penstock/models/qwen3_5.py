@@ -32,7 +32,7 @@ _RULES: tuple[Rule, ...] = (
 
 def _text(c: ConfigReader, mlp: MlpSpec, rules: tuple[Rule, ...]) -> ModelSpec:
     layers = [LayerSpec(each, mlp) for each in hybrid_layers(c)]
-    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"):
         c.get(key)  # of layers that guess ahead
     spec = decoder(c, layers, offset=1.0)
     return model_spec(c, "qwen3_5", spec, (*_RULES, *rules, *DENSE_RULES))

@@ -105,6 +105,12 @@ MIXED_RULES: tuple[Rule, ...] = (SHARED_GATE, *shared_rules("shared_expert"), *E
 def hybrid_layers(c: ConfigReader) -> list[AttentionSpec]:
     """Each layer's attention, or what it has in its place."""
     dim = head_dim(c, 256)
+    c.only("attn_output_gate", (True,), True)
+    c.only("output_gate_type", ("swish", "silu"), "swish")
+    c.get("mamba_ssm_dtype")  # states are float32 here
+    turning = c.get("rope_parameters")
+    if isinstance(turning, dict) and turning.get("mrope_interleaved"):  # transformers' sections
+        c.replace(rope_parameters={"mrope_section": [11, 11, 10], **turning})
     turns = rope(c, dim, partial=0.25)
     attends = attention(c, turns, dim, bias=c.flag("attention_bias", False))
     attends = replace(attends, qk_norm="head", gated=True)
