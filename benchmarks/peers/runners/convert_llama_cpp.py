@@ -28,6 +28,8 @@ def without_vocabulary(name: str, mmproj: bool = False) -> Any:
         self.gguf_writer.add_vocab_size(self.hparams["vocab_size"])
 
     kind.set_vocab = set_vocab
+    if getattr(kind, "supports_mtp_export", False):
+        kind.no_mtp = True  # layers that guess ahead: a checkpoint of random weights has none
     return kind
 
 
