@@ -18,7 +18,7 @@ from tests.models.seeing import (
     make_qwen3,
     picture,
 )
-from tests.models.tiny import FAMILIES, make_tiny
+from tests.models.tiny import FAMILIES, STATED, make_tiny
 
 LENGTH = 4
 
@@ -26,7 +26,7 @@ ALIKE = ("llama", "qwen2", "smollm3", "olmoe")
 """Families whose kernels others call with the same choices: mistral, qwen3, qwen3-moe."""
 
 
-ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite")
+ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", *STATED)
 """Families that no GPU runs yet."""
 
 

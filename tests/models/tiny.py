@@ -305,7 +305,11 @@ PROMPT_SEEDS = {"qwen2-window": 3, "qwen3": 7, "gemma2": 7, "olmo2": 0, "smollm3
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
 FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
-FAMILIES += ("qwen3-next", "qwen3_5", "qwen3_5-moe")
+STATED = ("qwen3-next", "qwen3_5", "qwen3_5-moe")
+"""Those whose layers have states."""
+DIVISIBLE = [name for name in CASES if name not in STATED]
+"""Those that ranks can share."""
+FAMILIES += STATED
 
 
 def make_model(case: Case, seed: int = 0) -> Any:

@@ -21,7 +21,7 @@ from penstock.runtime import Program
 from penstock.runtime.device import CPU
 from penstock.runtime.runner import Forward
 from penstock.step import Step
-from tests.models.tiny import BLOCK, CASES, TABLE, Make
+from tests.models.tiny import BLOCK, DIVISIBLE, TABLE, Make
 
 MIXTURES = ["mixtral", "olmoe", "qwen2-moe", "deepseek-v3", "gpt-oss"]
 
@@ -79,7 +79,7 @@ def of_ranks(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_every_family(tiny: Make, name: str, size: int) -> None:
     found = tiny(name)
     if size > found.case.changes.get("num_attention_heads", 4):

@@ -23,7 +23,7 @@ from penstock.ops.ranks import HEADER
 from penstock.parallel import Ranks, Stage
 from penstock.runtime.parts import PART_TOKENS, PARTS, joined, part, parts_of
 from penstock.step import Step
-from tests.models.tiny import CASES, Make
+from tests.models.tiny import DIVISIBLE, Make
 from tests.parallel.test_models import logits_of
 
 WAYS = ["reference", *["native"] * (native.handle is not None)]
@@ -67,7 +67,7 @@ def of_stages(
             return list(threads.map(run, places))[(count - 1) * width]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_every_family(tiny: Make, name: str) -> None:
     found = tiny(name)
     program = native.handle is not None

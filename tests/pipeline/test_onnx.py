@@ -19,7 +19,7 @@ from penstock.pipeline import onnx as onnx_export
 from penstock.pipeline.onnx import export_onnx
 from penstock.pipeline.onnx_decoder import DecoderWriter
 from tests.exactness.bits import build
-from tests.models.tiny import CASES, Sequence, make_tiny
+from tests.models.tiny import CASES, STATED, Sequence, make_tiny
 
 pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -58,7 +58,7 @@ class Session:
         return logits
 
 
-MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek", "glm4")
+MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek", "glm4", *STATED)
 DENSE = [name for name in CASES if not name.startswith(MIXED)]
 
 
