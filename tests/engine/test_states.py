@@ -105,8 +105,14 @@ def check_states(engine: Engine) -> None:
     assert pool.num_idle <= len(states._after)
 
 
-def run(engine: Engine, prompts: dict[str, list[int]], params: SamplingParams) -> dict[Key, Tensor]:
-    recorder = Recorder(engine)
+def run(
+    engine: Engine,
+    prompts: dict[str, list[int]],
+    params: SamplingParams,
+    texts: dict[str, list[int]] | None = None,
+) -> dict[Key, Tensor]:
+    """Logits of each row that was drawn from; texts: what comes, where there are guesses."""
+    recorder = Recorder(engine, texts)
     for name, prompt in prompts.items():
         engine.add_request(name, prompt, params)
     while engine.has_unfinished:
@@ -128,6 +134,11 @@ def alone(model: Decoder) -> dict[Key, Tensor]:
     return found
 
 
+def said(logits: dict[Key, Tensor], name: str) -> list[int]:
+    """The tokens that came, greedily."""
+    return [int(row.argmax()) for (request, _, _), row in logits.items() if request == name]
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "in chunks": {"max_num_batched_tokens": 40},
@@ -137,16 +148,31 @@ WAYS: dict[str, dict[str, Any]] = {
     "without prefixes": {"known": 0, "enable_prefix_caching": False},
     "steps that break": {"breaks": True},
     "shortest first": {"policy": "sjf", "max_num_seqs": 3},
+    "guesses": {"speculative_config": {"method": "ngram", "adaptive": False}},
+    "guesses with little room": {
+        "speculative_config": {"method": "ngram", "adaptive": False},
+        "known": 17,
+        "max_num_batched_tokens": 24,
+    },
+    "guesses in steps that break": {
+        "speculative_config": {"method": "suffix", "adaptive": False},
+        "breaks": True,
+    },
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sequence_is_its_own(model: Decoder, alone: dict[Key, Tensor], way: str) -> None:
     engine = engine_on(model, **WAYS[way])
-    assert_same(run(engine, PROMPTS, LONG), alone)
+    texts = None
+    if engine.speculation is not None:
+        texts = {name: prompt + said(alone, name) for name, prompt in PROMPTS.items()}
+    assert_same(run(engine, PROMPTS, LONG, texts), alone)
     assert (engine.scheduler.num_preemptions > 0) == (way == "giving way")
     # and again, from what is known by now
-    assert_same(run(engine, PROMPTS, LONG), alone)
+    assert_same(run(engine, PROMPTS, LONG, texts), alone)
+    if engine.speculation is not None:
+        assert engine.speculation.counts.accepted_tokens > 5
 
 
 def hits(engine: Engine, prompt: list[int], new: int = 4, **options: Any) -> tuple[int, list[int]]:
@@ -303,8 +329,8 @@ def llm_of(tiny: Tiny, **options: Any) -> LLM:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config isn't built"),
-        ({"speculative_config": {"method": "self"}}, "speculative_config isn't built"),
+        ({"speculative_config": {"method": "self"}}, "method='self' isn't built"),
+        ({"speculative_config": {"method": "medusa", "model": "x"}}, "method='medusa' isn't built"),
         ({"preemption_mode": "swap"}, "preemption_mode='swap' or a swap_space isn't built"),
         ({"swap_space": 1.0}, "preemption_mode='swap' or a swap_space isn't built"),
         ({"prefix_cache_dir": "prefixes"}, "a prefix_cache_dir isn't built"),
@@ -376,3 +402,20 @@ def test_a_built_engine_says_the_same(
         [o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (built, plain)
     ]
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_changes_nothing(hybrid: Tiny, tmp_path: Path, temperature: float) -> None:
+    """One without states, of the same vocabulary: hardly any of its guesses are right, and some."""
+    draft = make_tiny("llama", tmp_path)
+    asked = {"method": "draft_model", "model": str(draft.folder), "num_speculative_tokens": 3}
+    prompts = [{"prompt_token_ids": hybrid.prompt[: 9 + 20 * i].tolist()} for i in range(4)]
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True)
+    found, counts = [], []
+    for config in ({}, {"speculative_config": {**asked, "adaptive": False}}):
+        llm = llm_of(hybrid, num_blocks=40, **config)
+        for _ in range(2):
+            found.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
+        counts.append(llm.stats().get("spec_decode_num_draft_tokens", 0))
+    assert all(each == found[0] for each in found)
+    assert counts[0] == 0 < counts[1]

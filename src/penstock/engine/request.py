@@ -129,6 +129,11 @@ class Sequence:
         return again or self.num_computed < self.num_prompt
 
     @property
+    def num_guesses(self) -> int:
+        """Tokens of its draft."""
+        return 0 if self.draft is None else len(self.draft)
+
+    @property
     def states(self) -> list[SequenceSampling]:
         """What it is sampled by: its own state, and those after each token of its draft."""
         return [self.sampling] if self.draft is None else self.draft.states

@@ -7,6 +7,7 @@ from penstock.config import SchedulerConfig
 from penstock.engine.layout import Ints
 from penstock.engine.plan import Plan
 from penstock.engine.request import Sequence, Status
+from penstock.engine.states import States
 from penstock.engine.waiting import WaitingQueue
 
 SHARE = 8
@@ -50,8 +51,12 @@ class Reservations:
         block_size: int,
         running: list[Sequence],
         waiting: WaitingQueue,
+        states: States | None = None,
     ) -> None:
-        """table [max_num_seqs, M], `running` and `waiting` are the scheduler's own."""
+        """table [max_num_seqs, M], `running` and `waiting` are the scheduler's own; states: of a
+        model that has some.
+        """
+        self._states = states
         self._pool = pool
         self._table = table
         self._block_size = block_size
@@ -64,6 +69,8 @@ class Reservations:
         Each that runs may need a block in the next step, and whoever waits first those of its
         tokens. None for a sequence that is about to copy the block it writes to.
         """
+        if self._states is not None:
+            count = min(count, self._states.most_guesses(len(self._running)))
         size, blocks = self._block_size, sequence.blocks
         at, first = sequence.num_computed // size, len(blocks)
         if at < first and self._pool.count(blocks[at]) > 1:
@@ -129,6 +136,8 @@ class Reservations:
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks of `sequence` that hold nothing it has computed."""
         self.drop(sequence)
+        if self._states is not None:
+            self._states.trim(sequence)
         if sequence.status is Status.RUNNING:
             kept = -(-sequence.num_computed // self._block_size)
             self._pool.release(reversed(sequence.blocks[kept:]))

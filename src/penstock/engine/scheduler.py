@@ -74,7 +74,9 @@ class Scheduler:
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self.forks = Forks(pool, self.table, self.running, states)
         self.states = states
-        self.reservations = Reservations(pool, self.table, block_size, self.running, self.waiting)
+        self.reservations = Reservations(
+            pool, self.table, block_size, self.running, self.waiting, states
+        )
         self.window = Window(pool, self.table, block_size, horizon)
         self.rows = Rows(config.max_num_seqs)
         self._stuck: Sequence | None = None  # lacked blocks in the last step; none were freed since

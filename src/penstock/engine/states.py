@@ -2,7 +2,8 @@
 
 A state is what all of a sequence's tokens so far have left: it can't be cut where a block ends. A
 step reads a sequence's slot and writes another, which becomes the sequence's when the step has
-succeeded: one that fails is computed again. So each that runs has two slots at most.
+succeeded: one that fails is computed again. So each that runs has two slots at most, and one for
+each of its guesses, of which those after wrong ones are given back.
 
 What others may begin with is a state after a whole number of blocks, known by the prefix tree's
 node there. A step can leave such states on its way: after the last whole block of a prompt, where
@@ -28,7 +29,7 @@ class States:
     def __init__(
         self, num_slots: int, max_num_seqs: int, block_size: int, tree: PrefixTree | None
     ) -> None:
-        """num_slots: two for each of `max_num_seqs`, and more, of which pins may hold half. tree:
+        """num_slots: two for each of `max_num_seqs`, and more: pins may hold half, guesses half. tree:
         None where nothing that was computed for one sequence is another's.
         """
         self._pool = BlockPool(num_slots)
@@ -36,7 +37,7 @@ class States:
         self._shares = tree is not None
         self._after: dict[int, Node] = {}  # of slots that are known: what they come after
         self._pinned: dict[Node, int] = {}  # the slots that pins hold
-        self._most_pinned = (num_slots - 2 * max_num_seqs) // 2
+        self._spare = max(num_slots - 2 * max_num_seqs, 0) // 2
         self._pool.on_evict = self._evicted
         if tree is not None:
             tree.on_lose = self._lose
@@ -101,10 +102,11 @@ class States:
     def enter(self, parts: list[Part]) -> tuple[list[int], list[int]]:
         """A step's `states`, and its `kept` in one row: slots are taken for what it leaves."""
         for sequence, _ in parts:  # of a step that failed
-            self._pool.release(slot for _, slot in sequence.leaving)
-            sequence.leaving = []
+            self.trim(sequence)
         for sequence, count in parts:
-            sequence.leaving = [(sequence.num_computed + count, self._take())]
+            end = sequence.num_computed + count
+            ends = range(end - sequence.num_guesses, end + 1)  # which guesses are right shows later
+            sequence.leaving = [(at, self._take()) for at in ends]
         states, kept, row = [], list[int](), 0
         for sequence, count in parts:
             first = sequence.num_computed
@@ -127,18 +129,30 @@ class States:
         sequence.leaving[:0] = [(mark, self._take()) for mark in on_way[: self._pool.num_available]]
 
     def computed(self, sequence: Sequence) -> None:
-        """Its step has succeeded: what it left is its own, or known."""
-        if not sequence.leaving:
-            return
-        *on_way, (end, slot) = sequence.leaving
-        if sequence.state >= 0:
-            self._pool.release([sequence.state])
-        sequence.state, sequence.leaving = slot, []
-        for mark, left in on_way:
-            self._know(sequence, mark, left)
-            self._pool.release([left])
-        if end % self._size == 0 and self._shares:
-            self._go_on(sequence, end)
+        """Its step has succeeded: what it left up to here is its own, or known. What it left beyond
+        may still be, when its guesses turn out to be right.
+        """
+        leaving, end = sequence.leaving, sequence.num_computed
+        while leaving and leaving[0][0] <= end:
+            at, slot = leaving.pop(0)
+            if at in sequence.marks and at < end:
+                self._know(sequence, at, slot)
+                self._pool.release([slot])
+                continue
+            if sequence.state >= 0:
+                self._pool.release([sequence.state])
+            sequence.state = slot
+            if at % self._size == 0 and self._shares:
+                self._go_on(sequence, at)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Its step has left nothing more that it goes on from."""
+        self._pool.release(slot for _, slot in sequence.leaving)
+        sequence.leaving = []
+
+    def most_guesses(self, running: int) -> int:
+        """How many guesses each of so many that run may have: a state is left after each."""
+        return self._spare // max(running, 1)
 
     def _go_on(self, sequence: Sequence, end: int) -> None:
         """Its state is after a whole block: it takes the place of the one before, unless that was
@@ -183,7 +197,7 @@ class States:
 
     def pin(self, node: Node) -> None:
         """Hold the state after a prefix that is pinned, where there is one, and room for that."""
-        room = len(self._pinned) < self._most_pinned
+        room = len(self._pinned) < self._spare
         if node.state >= 0 and node not in self._pinned and room:
             self._pool.share(node.state)
             self._pinned[node] = node.state

@@ -22,6 +22,9 @@ logger = logging.getLogger("penstock")
 KNOWN = 64
 """Slots beside those of sequences that run, for what prompts may begin with."""
 
+GUESSING = ("ngram", "suffix", "draft_model")
+"""Methods whose guesses come one after another: of a tree, each way would need states."""
+
 SHARE = 4
 """One part in so many of what a cache may take is for states, where it can't be for all."""
 
@@ -33,7 +36,7 @@ def check_stateful(config: EngineConfig, layers: Sequence[LayerSpec]) -> None:
     scheduler, asked = config.scheduler, config.speculative
     swaps = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)
     given = {
-        "speculative_config": asked is not None,
+        f"method={asked and asked.method!r}": asked is not None and asked.method not in GUESSING,
         "preemption_mode='swap' or a swap_space": swaps,
         "a prefix_cache_dir": config.cache.prefix_cache_dir is not None,
         "enable_lora": config.lora.enable_lora,
