@@ -30,7 +30,7 @@ FAMILIES = [
     "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
     "phi3", "phi3-short", "phi3-long", "olmo2", "smollm3", "gpt2", "gpt-neox", "gpt-neox-serial",
     "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-groups",
-    "deepseek-v3", "glm4-moe", "glm4-moe-lite",
+    "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3_5", "qwen3_5-moe",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}
@@ -47,6 +47,7 @@ UNSAID = {  # what no key of the format says
         "use_sliding_window": False,
     },
     "qwen3-moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3-next": {"mlp_only_layers": []},
 }
 TOKENS = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1))
 
@@ -113,7 +114,25 @@ def test_heads_of_latents_in_one_matrix(name: str, tmp_path: Path) -> None:
     assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe", "glm4-moe-lite"])
+def test_projections_of_a_delta_rule_in_one_matrix(tmp_path: Path) -> None:
+    """As the first files of Qwen3-Next have them."""
+    model = make("qwen3-next")
+    for apart in (True, False):
+        write_model(model, tmp_path / f"{apart}.gguf", whole(Kind.F32), heads_apart=apart)
+    old, new = (GgufSource(tmp_path / f"{apart}.gguf") for apart in (False, True))
+    assert old.names() == new.names()
+    assert {"ssm_in", "attn_gate"} & {
+        name.split(".")[2] for name in old._container.tensors if name.startswith("blk")
+    } == {"ssm_in"}
+    for name in old.names():
+        a, b = old.read(name), new.read(name)
+        assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        assert old.shape(name) == new.shape(name) == a.shape and torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3_5", "qwen3_5-moe"]
+)
 def test_layers_that_guess(name: str, tmp_path: Path) -> None:
     model = make(name)
     for guesses in (0, 2):
