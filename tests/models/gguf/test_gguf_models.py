@@ -114,22 +114,6 @@ def test_heads_of_latents_in_one_matrix(name: str, tmp_path: Path) -> None:
     assert torch.equal(old, new)
 
 
-def test_projections_of_a_delta_rule_in_one_matrix(tmp_path: Path) -> None:
-    """As the first files of Qwen3-Next have them."""
-    model = make("qwen3-next")
-    for apart in (True, False):
-        write_model(model, tmp_path / f"{apart}.gguf", whole(Kind.F32), heads_apart=apart)
-    old, new = (GgufSource(tmp_path / f"{apart}.gguf") for apart in (False, True))
-    assert old.names() == new.names()
-    assert {"ssm_in", "attn_gate"} & {
-        name.split(".")[2] for name in old._container.tensors if name.startswith("blk")
-    } == {"ssm_in"}
-    for name in old.names():
-        a, b = old.read(name), new.read(name)
-        assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        assert old.shape(name) == new.shape(name) == a.shape and torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     "name", ["deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3_5", "qwen3_5-moe"]
 )
@@ -256,47 +240,6 @@ def test_experts_in_k_quants(name: str, tmp_path: Path) -> None:
     held = load_model(tmp_path / "m.gguf").model.formats
     assert held.of("layers.1.mlp.up").name == "q4_k-a8"
     assert held.of("layers.1.mlp.down").name == "q6_k-a8"
-    compare(tmp_path / "m.gguf", folder, Kind.Q4_K)
-
-
-@pytest.mark.parametrize(
-    ("name", "heads", "dim", "kept"),
-    [
-        ("qwen3_5", 4, 128, False),  # a block has columns of two heads that lie elsewhere
-        ("qwen3_5", 2, 128, True),
-        ("qwen3_5", 4, 256, True),
-        ("qwen3-next", 4, 128, True),
-    ],
-)
-def test_a_delta_rule_in_k_quants(
-    name: str, heads: int, dim: int, kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whole rows move, and whole blocks; queries part from their gates."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256}
-    if name == "qwen3-next":
-        sizes["moe_intermediate_size"] = 256
-    sizes |= {"linear_num_value_heads": heads, "linear_value_head_dim": dim, "head_dim": 64}
-    model = make(name, **sizes, attention_bias=False)
-
-    def choose(stem: str, values: Floats) -> Kind:
-        if any(part in stem for part in ("ssm_alpha", "ssm_beta", "ssm_ba", "ssm_conv1d")):
-            return Kind.F32
-        better = "attn_v" in stem or ("attn_qkv" in stem and name == "qwen3_5")
-        return matrices(Kind.Q6_K if better else Kind.Q4_K)(stem, values)
-
-    back = write_model(model, tmp_path / "m.gguf", choose)
-    folder = as_checkpoint(model, back, tmp_path / "hf")
-    held = load_model(tmp_path / "m.gguf").model.formats
-    deltas = [f"layers.{i}.attention" for i, t in enumerate(model.config.layer_types) if "li" in t]
-    attends = f"layers.{model.config.layer_types.index('full_attention')}.attention"
-    assert {held.of(f"{at}.out").name for at in deltas} == {"q4_k-a8" if kept else "bfloat16"}
-    mixed = "mixed_k-a8" if name == "qwen3_5" else "q4_k-a8"
-    assert {held.of(f"{at}.mixed").name for at in deltas} == {mixed}
-    assert held.of(f"{attends}.qkv").name == "mixed_k-a8"
-    assert held.of(f"{attends}.gate").name == "q4_k-a8"
-    said = [r.getMessage() for r in caplog.records if "widened" in r.getMessage()]
-    assert len(said) == (0 if kept else 1)
-    assert kept or "3 tensors (3 Q4_K) are widened" in said[0]
     compare(tmp_path / "m.gguf", folder, Kind.Q4_K)
 
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import WeightsError
 from penstock.models.gguf.blocks import Bytes
 from penstock.models.gguf.container import Container, TensorInfo
 from penstock.models.gguf.metadata import Metadata
+from penstock.ops.panels import COLUMNS
 from penstock.quant import Codes, Scheme
+from penstock.quant.codes import mixture
 
 _AT = "model.layers.{i}.linear_attn."
 NAMES = {
@@ -38,6 +39,10 @@ NAMES = {
 }
 """Of a layer's parts beside its MLP and its attention."""
 
+_BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
+_ONE_EACH = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
+"""What has rows of value heads, behind those of queries and keys; a row for each."""
+
 
 def delta_config(m: Metadata, c: Container, config: dict[str, Any]) -> dict[str, Any]:
     """What config.json says of the rule, of which layers have it, and of experts.
@@ -45,8 +50,11 @@ def delta_config(m: Metadata, c: Container, config: dict[str, Any]) -> dict[str,
     config: what it says of the rest; layers behind the last one, which guess tokens ahead, and an
     MLP that is missing are taken out of it.
     """
-    config["num_hidden_layers"] -= m.integer(m.own("nextn_predict_layers"), 0)
-    layers = config["num_hidden_layers"]
+    guesses = m.integer(m.own("nextn_predict_layers"), 0)
+    layers = config["num_hidden_layers"] - guesses
+    if layers < 1:
+        raise m.fail(m.own("nextn_predict_layers"), guesses, f"below the {layers + guesses} layers")
+    config["num_hidden_layers"] = layers
     if not config["intermediate_size"]:
         del config["intermediate_size"]
     found = {"partial_rotary_factor": 1.0} | config | _sizes(m) | _experts(m)
@@ -56,7 +64,9 @@ def delta_config(m: Metadata, c: Container, config: dict[str, Any]) -> dict[str,
     if said is None and every:
         said = [(i + 1) % every != 0 for i in range(layers)]
     if not isinstance(said, list) or len(said) < layers:
-        raise m.fail(m.own("attention.recurrent_layers"), said, f"one of {layers} layers")
+        raise m.fail(
+            m.own("attention.recurrent_layers"), said, f"one entry for each of {layers} layers"
+        )
     m.get(m.own("rope.dimension_sections"))  # of pictures: a text's tokens are at one place
     kinds = ["linear_attention" if x else "full_attention" for x in said[:layers]]
     return found | {"layer_types": kinds}
@@ -109,14 +119,14 @@ class DeltaOrder:
 
     def rows(self, stem: str, tensor: TensorInfo) -> Bytes:
         """The tensor's bytes with rows, and blocks of columns, as in a checkpoint."""
-        if not self.tiled or tensor.nbytes == 0:
+        if not self.tiled:
             return tensor.data
         if stem == "ssm_out":
             return self._columns(tensor) if self.moves_blocks(stem, tensor) else tensor.data
-        before = 2 * self.key_heads * self.key_dim if stem in ("attn_qkv", "ssm_conv1d") else 0
-        each = 1 if stem in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt") else self.value_dim
-        if before == 0 and each != 1 and stem != "attn_gate":
+        if stem not in (*_BEHIND_KEYS, *_ONE_EACH, "attn_gate"):
             return tensor.data
+        before = 2 * self.key_heads * self.key_dim if stem in _BEHIND_KEYS else 0
+        each = 1 if stem in _ONE_EACH else self.value_dim
         count = before + self.heads * each
         if tensor.shape[0] != count:
             raise _wrong(tensor, f"{count} rows")
@@ -130,11 +140,9 @@ class DeltaOrder:
 
     def _columns(self, tensor: TensorInfo) -> Bytes:
         self._check_columns(tensor)
-        blocks = tensor.data.reshape(tensor.shape[0], -1, self.key_heads, self._head_bytes(tensor))
+        head = self.value_dim // tensor.block.values * tensor.block.nbytes
+        blocks = tensor.data.reshape(tensor.shape[0], -1, self.key_heads, head)
         return np.ascontiguousarray(blocks.swapaxes(1, 2)).reshape(-1)
-
-    def _head_bytes(self, tensor: TensorInfo) -> int:
-        return self.value_dim // tensor.block.values * tensor.block.nbytes
 
     def _check_columns(self, tensor: TensorInfo) -> None:
         if len(tensor.shape) != 2 or tensor.shape[1] != self.heads * self.value_dim:
@@ -143,8 +151,8 @@ class DeltaOrder:
     def values(self, stem: str, tensor: TensorInfo, values: Tensor) -> Tensor:
         """What `rows` gave, as values: logarithms of rates, and what blocks were in the way of."""
         if stem == "ssm_a":
-            if not (values < 0).all():
-                raise WeightsError(f"{tensor.name} has values that aren't below 0.")
+            if not (values <= 0).all():
+                raise WeightsError(f"{tensor.name} has values above 0, which no rates have there.")
             return values.float().neg().log()
         if stem == "ssm_conv1d" and values.dim() == 2:
             return values.unsqueeze(1)
@@ -170,13 +178,13 @@ class Mixed:
                 raise _wrong(part, f"{rows} rows")
         if qkv.shape[1] != gate.shape[1]:
             raise _wrong(gate, f"{qkv.shape[1]} columns")
-        widths, starts = (order.key_dim, order.key_dim, own, own), (0, keys, 2 * keys, None)
-        ends = [2 * keys + values if start is None else start for start in starts]
+        widths = (order.key_dim, order.key_dim, own, own)
+        starts = (0, keys, 2 * keys, 2 * keys + values)
         place = [
-            np.arange(start, start + heads * width).reshape(heads, width)
-            for start, width in zip(ends, widths, strict=True)
+            torch.arange(start, start + heads * width).view(heads, width)
+            for start, width in zip(starts, widths, strict=True)
         ]
-        self._order: NDArray[np.intp] = np.concatenate(place, axis=1).reshape(-1)
+        self._order = torch.cat(place, 1).flatten()
 
     @property
     def stored_as(self) -> str:
@@ -190,21 +198,26 @@ class Mixed:
 
     @property
     def scheme(self) -> Scheme | None:
-        """What holds it, where both parts are stored alike."""
-        qkv, gate = (part.block for part in self.parts)
-        return qkv.scheme if qkv is gate else None
+        """What holds both parts: the scheme that they have, or a mixture of K-quants."""
+        schemes = [part.block.scheme for part in self.parts]
+        found = {scheme for scheme in schemes if scheme is not None}
+        if None in schemes:
+            return None
+        if len(found) == 1:
+            return schemes[0]
+        whole = all(part.shape[0] % COLUMNS == 0 for part in self.parts)
+        return mixture(found) if whole and all(scheme.is_k for scheme in found) else None
 
     def read(self) -> Tensor | Codes:
         """As a checkpoint has it."""
-        qkv, gate = self.parts
-        if qkv.block is gate.block:
-            rows = [part.data.reshape(part.shape[0], -1) for part in self.parts]
-            raw = np.concatenate(rows)[self._order]
-            if self.scheme is not None:
-                return qkv.block.to_codes(raw, self.shape)
-            return qkv.block.tensor(raw, self.shape)
-        both = torch.cat([part.block.tensor(part.data, part.shape).float() for part in self.parts])
-        return both[torch.from_numpy(self._order)]
+        parts = self.parts
+        if self.scheme is not None:
+            codes = [part.block.to_codes(part.data, part.shape) for part in parts]
+            return Codes.stack(codes).rows(self._order)
+        values = [part.block.tensor(part.data, part.shape) for part in parts]
+        if values[0].dtype is not values[1].dtype:
+            values = [part.float() for part in values]
+        return torch.cat(values)[self._order]
 
 
 def _wrong(tensor: TensorInfo, wanted: str) -> WeightsError:
