@@ -80,8 +80,9 @@ HYBRID_RULES: tuple[Rule, ...] = (
         tuple(f"{_AT}.{x}_proj.{{p}}" for x in "qkv"),
         "layers.{i}.attention.qkv.{p}",
         _without_gates,
+        of_rows=True,
     ),
-    Share(f"{_AT}.q_proj.{{p}}", "layers.{i}.attention.gate.{p}", _only_gates),
+    Share(f"{_AT}.q_proj.{{p}}", "layers.{i}.attention.gate.{p}", _only_gates, of_rows=True),
     Rename(f"{_DELTA}.conv1d.weight", "layers.{i}.attention.conv.weight"),
     Rename(f"{_DELTA}.A_log", "layers.{i}.attention.rates.weight"),
     Rename(f"{_DELTA}.dt_bias", "layers.{i}.attention.shift.weight"),
@@ -93,7 +94,9 @@ HYBRID_RULES: tuple[Rule, ...] = (
 """Names of both kinds of layers, but for the delta rule's projections."""
 
 _RULES: tuple[Rule, ...] = (
-    Rename(f"{_DELTA}.in_proj_qkvz.weight", "layers.{i}.attention.mixed.weight", _mixed),
+    Rename(
+        f"{_DELTA}.in_proj_qkvz.weight", "layers.{i}.attention.mixed.weight", _mixed, of_rows=True
+    ),
     Rename(f"{_DELTA}.in_proj_ba.weight", "layers.{i}.attention.gates.weight", _gates),
     *HYBRID_RULES,
 )

@@ -25,6 +25,7 @@ class Rename:
     source: str
     target: str
     transform: Transform | None = None
+    of_rows: bool = False  # `transform` picks whole rows: what it does to codes, too
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -38,6 +39,7 @@ class Stack:
     sources: tuple[str, ...]
     target: str
     transform: Transform | None = None  # of the stacked tensor
+    of_rows: bool = False  # `transform` picks whole rows: what it does to codes, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,8 +348,9 @@ def _disagrees(
 def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room) -> Tensor | Codes:
     found = [checkpoint.read(part) for part in plan.parts if part is not None]
     codes = [part for part in found if isinstance(part, Codes)]
-    if len(codes) == len(found) and _keeps(plan, checkpoint):
-        return codes[0] if len(codes) == 1 else Codes.stack(codes)
+    if len(codes) == len(found) and _keeps(plan, checkpoint, spec):
+        whole = codes[0] if len(codes) == 1 else Codes.stack(codes)
+        return whole if plan.rule.transform is None else whole.rows(_order(plan, checkpoint, spec))
     tensors = [part.dequantize() if isinstance(part, Codes) else part for part in found]
     try:
         tensor = tensors[0] if len(tensors) == 1 else room.join(tensors)
@@ -361,10 +362,30 @@ def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room)
         raise WeightsError(f"These tensors don't fit together: {shapes}. {error}") from error
 
 
-def _keeps(plan: WeightPlan, checkpoint: Source) -> bool:
-    """Whether a parameter stays as it is quantized: all parts alike, and nothing is moved in it."""
+def _keeps(plan: WeightPlan, checkpoint: Source, spec: ModelSpec) -> bool:
+    """Whether a parameter stays as it is quantized: all parts alike, and whole rows move in it."""
     parts = [part for part in plan.parts if part is not None]
-    return plan.rule.transform is None and _joint_scheme(parts, checkpoint) is not None
+    joint = _joint_scheme(parts, checkpoint)
+    if joint is None or plan.rule.transform is None:
+        return joint is not None
+    if not plan.rule.of_rows or not joint.rows_apart:
+        return False
+    if joint.bits:
+        return True
+    counts = torch.tensor([checkpoint.shape(part)[0] for part in parts])
+    kinds = torch.arange(len(parts)).repeat_interleave(counts)[_order(plan, checkpoint, spec)]
+    whole = len(kinds) % COLUMNS == 0  # sixteen rows at a time are of one kind
+    return whole and bool((kinds.view(-1, COLUMNS) == kinds[::COLUMNS, None]).all())
+
+
+def _order(plan: WeightPlan, checkpoint: Source, spec: ModelSpec) -> Tensor:
+    """Which rows of its parts, one under the other, a rule's `transform` picks."""
+    assert plan.rule.transform is not None
+    count = sum(checkpoint.shape(part)[0] for part in plan.parts if part is not None)
+    try:
+        return plan.rule.transform(torch.arange(count).view(-1, 1), spec.decoder).flatten()
+    except (RuntimeError, ValueError) as error:
+        raise WeightsError(f"{plan.parts} have {count} rows, which don't fit: {error}") from error
 
 
 def _joint_scheme(parts: Sequence[str], checkpoint: Source) -> Scheme | None:
@@ -392,7 +413,8 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
         if schemes == {None}:
             continue
         joint = _joint_scheme(parts, checkpoint)
-        kept = all(_keeps(plan, checkpoint) for plan in those) and not module.endswith(".router")
+        kept = all(_keeps(plan, checkpoint, spec) for plan in those)
+        kept = kept and not module.endswith((".router", ".attention.gates"))
         if joint is not None and kept:
             found[module] = format_of(joint)
         else:
@@ -401,7 +423,7 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
         logger.warning(
             "%d quantized tensors are widened to %s: this family's matrices have their values in "
             "another order, or put them beside others that are quantized otherwise, or they are "
-            "routers: %s.",
+            "routers, or gates of a delta rule: %s.",
             len(widened), plain.name, _some(widened),
         )  # fmt: skip
     layers = [f for module, f in found.items() if module != "head"]

@@ -27,6 +27,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
     "Glm4MoeForCausalLM": "glm4moe",
@@ -42,6 +45,7 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "GPTNeoXForCausalLM": "gptneox",
 }
+HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 Floats = NDArray[np.float32]
 Choose = Callable[[str, Floats], Kind]
 Vocab = Callable[[gguf.GGUFWriter, int], None]
@@ -72,8 +76,8 @@ def write_model(
     """Write `model` with tensors in the types that `choose` names by (GGUF name, values).
 
     Returns the checkpoint's tensors as they are after a round trip through those types.
-    heads_apart: of latents, as they are written today. guesses: layers behind the last one, which
-    only say so. parts: the writer's own splitting.
+    heads_apart: of latents, and a delta rule's projections, as they are written today. guesses:
+    layers behind the last one, which only say so. parts: the writer's own splitting.
     """
     config = model.config
     name = ARCHITECTURES[type(model).__name__]
@@ -107,7 +111,8 @@ def write_config(
         writer.add_feed_forward_length(c.n_inner or 4 * c.n_embd)
         writer.add_layer_norm_eps(c.layer_norm_epsilon)
         return
-    writer.add_feed_forward_length(c.intermediate_size)
+    if hasattr(c, "intermediate_size"):
+        writer.add_feed_forward_length(c.intermediate_size)
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     if arch == "gptneox":
         writer.add_layer_norm_eps(c.layer_norm_eps)
@@ -160,11 +165,28 @@ def write_config(
         write_router(writer, c)
     if arch == "gpt-oss":
         writer.add_sliding_window(c.sliding_window)
-    if arch == "qwen2moe":
+    if arch in HYBRID:
+        write_delta(writer, c, arch, guesses)
+    if arch in ("qwen2moe", "qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
-    if arch in ("qwen2moe", "qwen3moe", "gpt-oss"):
-        inner = getattr(c, "moe_intermediate_size", c.intermediate_size)
+    if arch in ("qwen2moe", "qwen3moe", "gpt-oss", "qwen35moe", "qwen3next"):
+        inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
         writer.add_expert_feed_forward_length(inner)
+
+
+def write_delta(writer: gguf.GGUFWriter, c: Any, arch: str, guesses: int) -> None:
+    """Sizes of a delta rule, and which layers have it."""
+    writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(c.linear_key_head_dim)
+    writer.add_ssm_group_count(c.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(c.linear_num_value_heads)
+    writer.add_ssm_inner_size(c.linear_value_head_dim * c.linear_num_value_heads)
+    types = [kind == "linear_attention" for kind in c.layer_types]
+    writer.add_full_attention_interval(4)
+    if types != [(i + 1) % 4 != 0 for i in range(len(types))]:  # first files never say it
+        writer.add_array(f"{arch}.attention.recurrent_layers", types + [False] * guesses)
+    if arch != "qwen3next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def write_latents(writer: gguf.GGUFWriter, c: Any, heads_apart: bool) -> None:
@@ -216,6 +238,7 @@ def write_tensors(
             continue
         if name.endswith("e_score_correction_bias"):
             name = name.replace("_bias", ".bias")
+        name = name.replace("dt_bias", "dt_proj.bias")
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert there is not None, name
         forward, backward = _conversion(c, arch, name)
@@ -225,6 +248,7 @@ def write_tensors(
         writer.add_tensor(there, data, raw_dtype=kind)
         stored = torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
         name = name.replace("e_score_correction.bias", "e_score_correction_bias")
+        name = name.replace("dt_proj.bias", "dt_bias")
         back |= _by_expert(name, backward(stored.view(values.shape)).contiguous())
     return _joined_heads(back, c) | _rope_of(writer, c)
 
@@ -237,7 +261,14 @@ def _rope_of(writer: gguf.GGUFWriter, c: Any) -> dict[str, Tensor]:
 
 
 def _joined_heads(back: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
-    """With the keys' and the values' matrices of heads in one again."""
+    """With the keys' and the values' matrices of heads in one again, and the projections."""
+    for name in [name for name in back if "qwen3_next" in c.model_type and "proj_qkv.w" in name]:
+        qkv, z = back.pop(name), back.pop(name.replace("proj_qkv", "proj_z"))
+        keys = c.linear_num_key_heads
+        whole = keys * c.linear_key_head_dim
+        parts = (*qkv.split((whole, whole, len(z))), z)
+        rows = torch.cat([part.unflatten(0, (keys, -1)) for part in parts], 1).flatten(0, 1)
+        back[name.replace("proj_qkv", "proj_qkvz")] = rows.contiguous()
     for name in [name for name in back if "k_b_proj" in name]:
         keys, values = back.pop(name), back.pop(name.replace("k_b_proj", "v_b_proj"))
         heads = torch.cat((keys.transpose(1, 2), values), 1)
@@ -262,6 +293,8 @@ def _as_stored(model: Any, heads_apart: bool) -> dict[str, Tensor]:
             found[f"{name}.{last}"] = tensor
         elif name.endswith(".sinks"):
             found[f"{name}.weight"] = tensor
+        elif name.endswith("in_proj_qkvz.weight") and heads_apart:
+            found |= _projections(name, tensor, model.config)
         elif name.endswith("kv_b_proj.weight") and heads_apart:
             c = model.config
             heads = tensor.unflatten(0, (c.num_attention_heads, -1))
@@ -282,6 +315,15 @@ def _as_stored(model: Any, heads_apart: bool) -> dict[str, Tensor]:
             name = name.replace(f"experts.{theirs}", f"experts.{ours}")
         mixtral[name.replace(".mlp.", ".block_sparse_moe.")] = tensor
     return mixtral
+
+
+def _projections(name: str, tensor: Tensor, c: Any) -> dict[str, Tensor]:
+    """Of all heads' queries, keys and values, and of what gates them, from each key head's."""
+    keys, dim = c.linear_num_key_heads, c.linear_key_head_dim
+    own = c.linear_num_value_heads // keys * c.linear_value_head_dim
+    parts = tensor.unflatten(0, (keys, -1)).split((dim, dim, own, own), 1)
+    *qkv, z = (part.flatten(0, 1) for part in parts)
+    return {name.replace("qkvz", "qkv"): torch.cat(qkv), name.replace("qkvz", "z"): z}
 
 
 def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -320,7 +362,9 @@ def _conversion(
             lambda t: t.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2),
             lambda t: t.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2),
         )
-    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    if arch in HYBRID and "linear_attn" in name:
+        return _delta_conversion(c, arch, name)
+    if arch in ("gemma2", "gemma3", *HYBRID) and name.endswith("norm.weight"):
         return lambda t: t + 1, lambda t: t - 1
     if arch == "gpt2" and any(p in name for p in ("c_attn.w", "c_proj.w", "c_fc.w")):
         return lambda t: t.t(), lambda t: t.t()
@@ -330,6 +374,29 @@ def _conversion(
             lambda t: t.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2),
         )
     return lambda t: t, lambda t: t
+
+
+def _delta_conversion(
+    c: Any, arch: str, name: str
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Value heads in turns, but for Qwen3-Next; rates as they are, convolutions [C, W]."""
+    keys, each = c.linear_num_key_heads, c.linear_num_value_heads // c.linear_num_key_heads
+
+    def tiled(back: bool, t: Tensor) -> Tensor:
+        if arch == "qwen3next" or name.endswith("linear_attn.norm.weight"):
+            return t
+        at = 1 if "out_proj" in name else 0
+        first = 2 * keys * c.linear_key_head_dim if "_qkv" in name or "conv" in name else 0
+        shape = (each, keys, -1) if back else (keys, each, -1)
+        kept, moved = t.split((first, t.shape[at] - first), at)
+        moved = moved.unflatten(at, shape).transpose(at, at + 1).flatten(at, at + 2)
+        return torch.cat((kept, moved), at).contiguous()
+
+    if name.endswith("A_log"):
+        return lambda t: -tiled(False, t).exp(), lambda t: tiled(True, t).neg().log()
+    if "conv1d" in name:
+        return lambda t: tiled(False, t.squeeze(1)), lambda t: tiled(True, t).unsqueeze(1)
+    return lambda t: tiled(False, t), lambda t: tiled(True, t)
 
 
 def rope_tensors(c: Any) -> dict[str, Floats]:

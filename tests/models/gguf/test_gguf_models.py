@@ -30,7 +30,7 @@ FAMILIES = [
     "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
     "phi3", "phi3-short", "phi3-long", "olmo2", "smollm3", "gpt2", "gpt-neox", "gpt-neox-serial",
     "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-groups",
-    "deepseek-v3", "glm4-moe", "glm4-moe-lite",
+    "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3_5", "qwen3_5-moe",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}
@@ -47,6 +47,7 @@ UNSAID = {  # what no key of the format says
         "use_sliding_window": False,
     },
     "qwen3-moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3-next": {"mlp_only_layers": []},
 }
 TOKENS = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1))
 
@@ -113,7 +114,9 @@ def test_heads_of_latents_in_one_matrix(name: str, tmp_path: Path) -> None:
     assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3_5", "qwen3_5-moe"]
+)
 def test_layers_that_guess(name: str, tmp_path: Path) -> None:
     model = make(name)
     for guesses in (0, 2):
@@ -182,16 +185,21 @@ MATRICES = [
     "qwen3-moe",
     "gpt-oss",
     "deepseek-v3",
+    "qwen3-next",
+    "qwen3_5",
+    "qwen3_5-moe",
 ]
 
-MIXED = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3")
+MIXED = (
+    "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3-next", "qwen3_5-moe",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
 def test_matrices_in_any_family(name: str, kind: Kind, tmp_path: Path) -> None:
     sizes = {"n_embd": 64} if name == "gpt2" else {"intermediate_size": 96, "hidden_size": 64}
-    if name in ("qwen2-moe", "qwen3-moe", "deepseek-v3"):
+    if name in ("qwen2-moe", "qwen3-moe", "deepseek-v3", "qwen3-next", "qwen3_5-moe"):
         sizes["moe_intermediate_size"] = 64
     if name == "deepseek-v3":
         sizes |= {"qk_nope_head_dim": 32, "kv_lora_rank": 64}
@@ -238,7 +246,14 @@ def test_experts_in_k_quants(name: str, tmp_path: Path) -> None:
 def compare(path: Path, folder: Path, kind: Kind) -> None:
     """Widened, or K-quants: equal to the checkpoint in bfloat16. Kept otherwise: within the
     rounding of bfloat16. Activations in 8 bits, where that is what the file gets: near those in 16.
+    What a random model with a delta rule makes of any rounding is larger, bfloat16's own too: there
+    float32 says that each value is the file's.
     """
+    layers = load_model(path).spec.decoder.layers
+    wide = 1
+    if any(layer.attention.delta is not None for layer in layers):
+        wide = 4
+        assert torch.equal(logits(path, "float32"), logits(folder, "float32"))
     schemes = [f.scheme for f in formats(path) if isinstance(f, Quantized)]
     in_blocks = any(scheme.activations == "int8_blocks" for scheme in schemes)
     got = logits(path, "auto", quantization="a16" if in_blocks else None)
@@ -247,14 +262,13 @@ def compare(path: Path, folder: Path, kind: Kind) -> None:
         rounded = logits(path, "auto")
         assert not torch.equal(rounded, got)
         apart = (rounded - got).abs().amax(-1) / got.abs().max()
-        assert apart.median() < 0.05  # experts chosen otherwise take the rest along
+        assert apart.median() < 0.05 * wide  # experts chosen otherwise take the rest along
     if any(not scheme.is_k for scheme in schemes):
-        layers = load_model(path).spec.decoder.layers
         mixed = any(layer.mlp.experts is not None for layer in layers)
         if mixed:  # what bfloat16 rounds otherwise takes another expert, and all after it see it
             expected = logits(folder, "float32")
         errors = ((got - expected).abs().amax(-1) / expected.abs().max()).sort().values
-        assert errors[: len(errors) * 3 // 4 if mixed else None].max() < 0.03
+        assert errors[: len(errors) * 3 // 4 if mixed else None].max() < 0.03 * wide
     else:
         assert torch.equal(got, expected)
 

@@ -303,9 +303,11 @@ def test_more_tokens_than_rows(tmp_path: Path) -> None:
         ("deepseek-v3", "ab 12345 .x\u4f60", ["ab", " ", "123", "45", " .", "x", "\u4f60"]),
         ("deepseek-llm", "Ab 123 .x\n", ["Ab", " ", "1", "2", "3", " .", "x", "\n"]),
         ("glm4", "it's 12345", ["it", "'s", " ", "123", "45"]),
+        ("qwen35", "It's e\u0301t\u0301 12", ["It", "'s", " e\u0301t\u0301", " ", "1", "2"]),
+        ("qwen2", "It's e\u0301t 12", ["It", "'s", " e", "\u0301t", " ", "1", "2"]),
     ],
 )
-def test_words_of_those_with_latents(name: str, text: str, words: list[str]) -> None:
+def test_words_by_hand(name: str, text: str, words: list[str]) -> None:
     """By hand, from their tokenizer.json's patterns; byte-level letters are turned back."""
     rule = word_rule(name)
     assert rule is not None

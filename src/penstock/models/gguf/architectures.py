@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from penstock.errors import UnsupportedModelError
+from penstock.models.gguf import delta
 from penstock.models.gguf.container import Container
 from penstock.models.gguf.metadata import Metadata
 from penstock.models.gguf.rope import rope_config, share_of
@@ -106,6 +108,7 @@ _GPT_NEOX = {
 }
 
 Config = dict[str, Any]
+ValueHeads = Literal["in turns", "by key head"]
 ReadConfig = Callable[[Metadata, Container], Config]
 
 
@@ -120,6 +123,7 @@ class Architecture:
     by_head: tuple[str, ...] = ()  # rows in the order q, k, v instead of head by head
     transposed: tuple[str, ...] = ()  # [N, K] here and [K, N] in a checkpoint
     norm_shift: float = 0.0  # that was added to the norms
+    value_heads: ValueHeads | None = None  # of layers with a delta rule
 
 
 def _layers(m: Metadata, c: Container) -> int:
@@ -143,13 +147,13 @@ def _head_dim(m: Metadata) -> int:
     return dim
 
 
-def _rms_model(m: Metadata, c: Container, architecture: str) -> Config:
-    """What Llama and its kin have in common."""
+def _rms_model(m: Metadata, c: Container, architecture: str, inner: int | None = None) -> Config:
+    """What Llama and its kin have in common; inner: where a file needn't say it."""
     heads, dim = m.integer(m.own("attention.head_count")), _head_dim(m)
     return {
         "architectures": [architecture],
         "hidden_size": m.integer(m.own("embedding_length")),
-        "intermediate_size": m.integer(m.own("feed_forward_length")),
+        "intermediate_size": m.integer(m.own("feed_forward_length"), inner),
         "num_hidden_layers": _layers(m, c),
         "num_attention_heads": heads,
         "num_key_value_heads": m.integer(m.own("attention.head_count_kv"), heads),
@@ -229,6 +233,13 @@ def _qwen3_moe(m: Metadata, c: Container) -> Config:
     config["moe_intermediate_size"] = m.integer(m.own("expert_feed_forward_length"))
     config["norm_topk_prob"] = True  # of all that there are; no key says it
     return _experts(m, config)
+
+
+def _hybrid(m: Metadata, c: Container, architecture: str) -> Config:
+    config = _rms_model(m, c, architecture, inner=0)  # none where every layer has experts
+    _scale(m, config)
+    config |= delta.delta_config(m, c, config)
+    return _experts(m, config) if "num_experts" in config else config
 
 
 def _olmoe(m: Metadata, c: Container) -> Config:
@@ -437,6 +448,14 @@ def _gpt_neox(m: Metadata, c: Container) -> Config:
     }
 
 
+def _delta_rule(
+    architecture: str, names: dict[str, str], value_heads: ValueHeads = "in turns"
+) -> Architecture:
+    names = _OUTER | _ATTENTION | _QK_NORMS | _NORMS | delta.NAMES | names
+    read = partial(_hybrid, architecture=architecture)
+    return Architecture(read, names, norm_shift=1.0, value_heads=value_heads)
+
+
 _QK = ("attn_q", "attn_k")
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(_llama, _DENSE | _MIXTRAL, rotated=_QK),
@@ -444,6 +463,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(_qwen3, _DENSE | _QK_NORMS),
     "qwen2moe": Architecture(_qwen2_moe, _OUTER | _ATTENTION | _NORMS | _EXPERTS | _SHARE),
     "qwen3moe": Architecture(_qwen3_moe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
+    "qwen35": _delta_rule("Qwen3_5ForCausalLM", _MLP),
+    "qwen35moe": _delta_rule("Qwen3_5MoeForCausalLM", _EXPERTS | _SHARE),
+    "qwen3next": _delta_rule("Qwen3NextForCausalLM", _EXPERTS | _SHARE, value_heads="by key head"),
     "olmoe": Architecture(_olmoe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
     "deepseek2": Architecture(
         _deepseek2,

@@ -19,12 +19,13 @@ from penstock.models.gguf.architectures import ARCHITECTURES, Architecture
 from penstock.models.gguf.blocks import Bytes
 from penstock.models.gguf.config import generation_config, is_tied, main_dtype, read_gguf_config
 from penstock.models.gguf.container import Container, TensorInfo, read_container
+from penstock.models.gguf.delta import DeltaOrder, Mixed
 from penstock.models.gguf.rope import FACTORS
 from penstock.quant import Codes, Scheme
 
 logger = logging.getLogger("penstock")
 
-_LAYER = re.compile(r"blk\.(?P<i>\d+)\.(?P<stem>.+)\.(?P<p>weight|bias)")
+_LAYER = re.compile(r"blk\.(?P<i>\d+)\.(?P<stem>.+?)(?:\.(?P<p>weight|bias))?")
 _OUTER = re.compile(r"(?P<stem>.+)\.(?P<p>weight|bias)")
 
 
@@ -77,7 +78,11 @@ class HeadPair:
         heads, rank, keys = self.keys_up.shape
         return heads * (keys + self.values_up.shape[1]), rank
 
-    def values(self) -> Tensor:
+    @property
+    def scheme(self) -> None:
+        """None: its values are read."""
+
+    def read(self) -> Tensor:
         """As a checkpoint has it, head by head."""
         parts = [each.block.tensor(each.data, each.shape) for each in self.parts]
         if parts[0].dtype is not parts[1].dtype:
@@ -100,24 +105,30 @@ class GgufSource:
         self.generation: dict[str, Any] = generation_config(self._container)
         name = self._container.metadata["general.architecture"]
         self._architecture: Architecture = ARCHITECTURES[name]
+        self._delta: DeltaOrder | None = None
+        if self._architecture.value_heads is not None:
+            tiled = self._architecture.value_heads == "in turns"
+            self._delta = DeltaOrder.of(self.config, tiled)
         dropped = {*FACTORS, *(("output.weight",) if is_tied(self._container) else ())}
         self._where: dict[str, tuple[str, TensorInfo]] = {}
         for name, tensor in self._container.tensors.items():
-            if name in dropped:
+            if name in dropped or (self._delta and self._guesses(name)):
                 continue
             stem, named = self._translate(name)
             for there, part in _experts(named, tensor):
                 if there in self._where:
                     raise WeightsError(f"{path}: two tensors are {there}; {name} is one of them.")
                 self._where[there] = stem, part
-        self._heads_of = dict(self._joined_heads())
+        self._joined: dict[str, HeadPair | Mixed] = dict(self._joined_heads())
+        if self._delta and self._architecture.value_heads == "by key head":
+            self._joined |= self._joined_projections(self._delta)
 
     @property
     def quantization(self) -> str | None:
         """The block type of most values, where they are quantized: `Q4_K`."""
         sizes = Counter[str]()
-        heads = (part for pair in self._heads_of.values() for part in pair.parts)
-        for tensor in (*(tensor for _, tensor in self._where.values()), *heads):
+        joined = (part for pair in self._joined.values() for part in pair.parts)
+        for tensor in (*(tensor for _, tensor in self._where.values()), *joined):
             if tensor.block.plain is None:
                 sizes[tensor.block.name] += tensor.nbytes
         return sizes.most_common(1)[0][0] if sizes else None
@@ -128,13 +139,15 @@ class GgufSource:
 
     def names(self) -> list[str]:
         """Every tensor's name in a checkpoint of the family, sorted."""
-        return sorted([*self._where, *self._heads_of])
+        return sorted([*self._where, *self._joined])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
-        if name in self._heads_of:
-            return self._heads_of[name].shape
+        if name in self._joined:
+            return self._joined[name].shape
         stem, tensor = self._where[name]
+        if stem == "ssm_conv1d" and len(tensor.shape) == 2:
+            return tensor.shape[0], 1, tensor.shape[1]
         return tensor.shape[::-1] if self._is_transposed(stem, tensor) else tensor.shape
 
     def dtype(self) -> torch.dtype:
@@ -143,23 +156,26 @@ class GgufSource:
 
     def scheme(self, name: str) -> Scheme | None:
         """What holds the matrix exactly as it is quantized; None: its values are read."""
-        if name in self._heads_of:
-            return None
+        if name in self._joined:
+            return self._joined[name].scheme
         stem, tensor = self._where[name]
         kept = len(tensor.shape) == 2 and not self._is_transposed(stem, tensor)
+        kept = kept and not (self._delta and not self._delta.moves_blocks(stem, tensor))
         return tensor.block.scheme if kept else None
 
     def read(self, name: str) -> Tensor | Codes:
         """A tensor's values, as a view of the file or in float32, or its codes."""
-        if name in self._heads_of:
-            return self._heads_of[name].values()
+        if name in self._joined:
+            return self._joined[name].read()
         stem, tensor = self._where[name]
         raw = self._rows_in_order(stem, tensor)
         if self.scheme(name) is not None:
             return tensor.block.to_codes(raw, tensor.shape)
         values = tensor.block.tensor(raw, tensor.shape)
-        if self._architecture.norm_shift and stem.endswith("norm"):
+        if self._architecture.norm_shift and stem.endswith("norm") and stem != "ssm_norm":
             return values.float() - self._architecture.norm_shift
+        if self._delta:
+            return self._delta.values(stem, tensor, values)
         return values.t() if self._is_transposed(stem, tensor) else values
 
     @property
@@ -174,21 +190,22 @@ class GgufSource:
 
     def stored_as(self, name: str) -> str:
         """The name of a tensor's block type: `Q4_K`, `BF16`."""
-        if name in self._heads_of:
-            return self._heads_of[name].stored_as
+        if name in self._joined:
+            return self._joined[name].stored_as
         return self._where[name][1].block.name
 
     def is_widened(self, name: str) -> bool:
         """Whether a tensor is quantized in a way that no scheme holds: its values are read."""
-        if name in self._heads_of:
-            return any(part.block.plain is None for part in self._heads_of[name].parts)
+        if name in self._joined:
+            pair = self._joined[name]
+            return pair.scheme is None and any(part.block.plain is None for part in pair.parts)
         return self._where[name][1].block.plain is None and self.scheme(name) is None
 
     def announce(self) -> None:
         """Say once what no scheme holds, and what its values take instead."""
         widened = [tensor for name, (_, tensor) in self._where.items() if self.is_widened(name)]
-        heads = (part for pair in self._heads_of.values() for part in pair.parts)
-        widened += [part for part in heads if part.block.plain is None]
+        pairs = [pair for name, pair in self._joined.items() if self.is_widened(name)]
+        widened += [part for pair in pairs for part in pair.parts if part.block.plain is None]
         if not widened:
             return
         kinds = Counter(tensor.block.name for tensor in widened)
@@ -211,6 +228,20 @@ class GgufSource:
                 pair = HeadPair(self._where.pop(name)[1], self._where.pop(other)[1])
                 yield name.replace("k_b_proj", "kv_b_proj"), pair
 
+    def _joined_projections(self, order: DeltaOrder) -> Iterator[tuple[str, Mixed]]:
+        """`in_proj_qkvz` of its two parts, which are taken away."""
+        at = "linear_attn.in_proj_"
+        for name in [name for name in self._where if name.endswith(f"{at}qkv.weight")]:
+            whole, other = (name.replace(f"{at}qkv", f"{at}{x}") for x in ("qkvz", "z"))
+            if other in self._where and whole not in self._where:
+                qkv, gate = self._where.pop(name)[1], self._where.pop(other)[1]
+                yield whole, Mixed(order, qkv, gate)
+
+    def _guesses(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the last one, which guesses tokens ahead."""
+        match = _LAYER.fullmatch(name)
+        return match is not None and int(match["i"]) >= int(self.config["num_hidden_layers"])
+
     def _translate(self, name: str) -> tuple[str, str]:
         """(stem, name in a checkpoint); a name that the architecture hasn't stays as it is."""
         match = _LAYER.fullmatch(name) or _OUTER.fullmatch(name)
@@ -221,6 +252,8 @@ class GgufSource:
         if ("{i}" in there) != (layer is not None):
             return name, name
         there, part = there.replace("{i}", layer or ""), match["p"]
+        if part is None:
+            return (match["stem"], there) if match["stem"] == "ssm_a" else (name, name)
         return match["stem"], there if there.endswith(f"_{part}") else f"{there}.{part}"
 
     def _is_transposed(self, stem: str, tensor: TensorInfo) -> bool:
@@ -233,7 +266,7 @@ class GgufSource:
             return self._regroup(tensor, (heads, -1, 2), (0, 2, 1))
         if stem in self._architecture.by_head:
             return self._regroup(tensor, (3, self._heads("attn_q"), -1), (1, 0, 2))
-        return tensor.data
+        return tensor.data if self._delta is None else self._delta.rows(stem, tensor)
 
     def _heads(self, stem: str) -> int:
         key = "num_key_value_heads" if stem == "attn_k" else "num_attention_heads"
