@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, MAX_LEN, Make
+from tiny import FAMILIES, MAX_LEN, STATED, Make
 from torch.nn.functional import cosine_similarity, normalize
 
 from penstock import LLM
@@ -31,7 +31,7 @@ def llm(folder: Any, dtype: str, **kwargs: Any) -> LLM:
     )
 
 
-MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss")
+MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "qwen3-next", "qwen3_5-moe")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -53,7 +53,8 @@ def test_of_transformers(tiny: Make, name: str, dtype: str) -> None:
             if dtype == "bfloat16" and name in MIXED:  # a token may take another expert
                 assert cosine_similarity(found, want, dim=0) > 0.5
             else:
-                assert far <= TOLERANCE[dtype]
+                # states add up what rounding has done: of random weights twenty times as much
+                assert far <= TOLERANCE[dtype] * (20 if name in STATED else 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gpt-neox"])
