@@ -414,8 +414,7 @@ def test_a_draft_model_changes_nothing(hybrid: Tiny, tmp_path: Path, temperature
     found, counts = [], []
     for config in ({}, {"speculative_config": {**asked, "adaptive": False}}):
         llm = llm_of(hybrid, num_blocks=40, **config)
-        for _ in range(2):
-            found.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
+        found += [[o.outputs[0].token_ids for o in llm.generate(prompts, params)] for _ in range(2)]
         counts.append(llm.stats().get("spec_decode_num_draft_tokens", 0))
     assert all(each == found[0] for each in found)
     assert counts[0] == 0 < counts[1]

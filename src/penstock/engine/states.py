@@ -29,8 +29,8 @@ class States:
     def __init__(
         self, num_slots: int, max_num_seqs: int, block_size: int, tree: PrefixTree | None
     ) -> None:
-        """num_slots: two for each of `max_num_seqs`, and more: pins may hold half, guesses half. tree:
-        None where nothing that was computed for one sequence is another's.
+        """num_slots: two for each of `max_num_seqs`, and more, of which pins may hold half, and
+        guesses half. tree: None where nothing that was computed for one sequence is another's.
         """
         self._pool = BlockPool(num_slots)
         self._size = block_size
