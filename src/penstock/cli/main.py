@@ -1,7 +1,7 @@
 """The `penstock` command: its commands, and what becomes of an error in one of them.
 
 Exit codes: 0 done, 1 an error that Penstock explains, 2 a command line that can't be read,
-130 stopped by Ctrl-C. Nothing heavy is imported before a command runs.
+130 stopped by Ctrl-C, 143 by SIGTERM. Nothing heavy is imported before a command runs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ from penstock.cli import (
     tune,
 )
 from penstock.cli import run as batch
+from penstock.cli.ending import Terminated, heeding_sigterm
 from penstock.cli.loading import collect_rarely
 from penstock.errors import PenstockError
 
 _LOAD_A_MODEL = ("chat", "eval", "generate", "profile", "run", "serve", "tune")
 """By `cli.loading` or as it does: the rest may make garbage that holds large tensors."""
 
+_WRITE_A_FOLDER = ("build", "export", "prune")
+"""What is half written is removed when they are asked to end."""
+
 INTERRUPTED = 130
+TERMINATED = 143
 BROKEN_PIPE = 141
 
 WELCOME = """\
@@ -70,7 +75,8 @@ class _Program(TyperGroup):
             if console.is_terminal():
                 typer.echo(err=True)  # below what was being shown
             console.note("Stopped.")
-            raise typer.Exit(INTERRUPTED) from interrupt
+            asked = isinstance(interrupt, Terminated)
+            raise typer.Exit(TERMINATED if asked else INTERRUPTED) from interrupt
         except BrokenPipeError as broken:  # the reader of our output has gone: nothing to add
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(BROKEN_PIPE) from broken
@@ -157,6 +163,8 @@ def penstock(
     console.show_logs()
     if context.invoked_subcommand in _LOAD_A_MODEL:
         collect_rarely()
+    if context.invoked_subcommand in _WRITE_A_FOLDER:
+        context.with_resource(heeding_sigterm())
     if context.invoked_subcommand is None:
         from rich.console import Console
 
