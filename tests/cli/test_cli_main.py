@@ -83,6 +83,10 @@ def test_help_needs_nothing_heavy() -> None:
         (["chat", "/no/such/folder"], 1, ["/no/such/folder"]),
         (["chat", "--temperature", "-1"], 1, ["temperature is -1.0"]),
         (["bench", "latency", "/no/such/folder"], 1, ["/no/such/folder"]),
+        (["eval", "-tp", "2"], 2, ["No such option: -tp. These have it: bench latency, ", "tune"]),
+        (["plan", "-cp=2"], 2, ["No such option: -cp. These have it: ", "serve, ", "plan --help"]),
+        (["doctor", "--json", "-pp", "2"], 2, ["No such option: -pp. ", "chat, generate, plan, "]),
+        (["doctor", "-x"], 2, ["No such option: -x. See penstock doctor --help"]),
     ],
 )
 def test_refusals(penstock: Run, arguments: list[str], code: int, words: list[str]) -> None:

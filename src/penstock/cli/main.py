@@ -45,6 +45,8 @@ _LOAD_A_MODEL = ("chat", "eval", "generate", "profile", "run", "serve", "tune")
 _WRITE_A_FOLDER = ("build", "export", "prune")
 """What is half written is removed when they are asked to end."""
 
+_RANKS = ("-tp", "-pp", "-cp")
+
 INTERRUPTED = 130
 TERMINATED = 143
 BROKEN_PIPE = 141
@@ -116,13 +118,35 @@ class _Program(TyperGroup):
             explain = getattr(failure, "format_message", None)  # what a wrong command line raises
             if explain is None or console.debugging():
                 raise
-            _usage_error(failure, explain())
+            given = sys.argv[1:] if args is None else args
+            _usage_error(failure, _unknown_ranks(self, failure, given) or explain())
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _is_out_of_memory(failure: Exception) -> bool:
     """torch's allocator raises a plain RuntimeError."""
     return isinstance(failure, MemoryError) or "can't allocate memory" in str(failure)
+
+
+def _unknown_ranks(program: Any, failure: Exception, words: Sequence[str]) -> str | None:
+    """Which commands have `-cp` and its like, where this one doesn't; None: that isn't it.
+
+    The parser takes `-cp` for `-c` and `-p`, and names only the first.
+    """
+    letters: str = getattr(failure, "option_name", "")
+    for word in words:
+        name = word.partition("=")[0]
+        if name in _RANKS and letters in (name, name[:2]):
+            having = ", ".join(sorted(_having(program, name)))
+            return f"No such option: {name}. These have it: {having}"
+    return None
+
+
+def _having(command: Any, option: str, path: str = "") -> list[str]:
+    if any(option in parameter.opts for parameter in command.params):
+        return [path]
+    inner = getattr(command, "commands", {})
+    return [x for n, one in inner.items() for x in _having(one, option, f"{path} {n}".strip())]
 
 
 def _usage_error(failure: Exception, message: str) -> NoReturn:
