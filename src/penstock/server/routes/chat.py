@@ -65,7 +65,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     outputs = service.stream(ticket, [work])
     if body.stream:
         chunks = _Chunks(body, caller, work, model, names, how)
-        return stream_response(chunks.events(outputs), outputs)
+        return stream_response(request, chunks.events(outputs), outputs)
     output = await unless_gone(request.receive, last_of(outputs))
     return JSONResponse(_whole(body, caller, work, output, model, names, how))
 

@@ -23,7 +23,7 @@ from penstock.server.protocol.common import Body, SamplingFields
 from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
 from penstock.server.protocol.structure import StructureFields
 from penstock.server.service import Service
-from penstock.server.sse import EventStream, event
+from penstock.server.sse import EventStream, last_event
 from penstock.speculate import DraftCounts
 
 _MOST_CHARACTERS = 10_000
@@ -112,15 +112,17 @@ async def admit(request: Request, caller: Caller, prompts: int = 1, samples: int
 
 
 def stream_response(
-    events: AsyncIterator[bytes], outputs: AsyncGenerator[Any, None] | None = None
+    request: Request,
+    events: AsyncIterator[bytes],
+    outputs: AsyncGenerator[Any, None] | None = None,
 ) -> EventStream:
-    """Events as they come; an error in mid-stream becomes the last of them.
+    """Events as they come; an error in mid-stream becomes the last of them, in its API's shape.
 
     outputs: what they are made of, which ends with them.
     """
 
     def explain(error: Exception) -> bytes:
-        return event(broken(error).openai())
+        return last_event(request.scope["path"], broken(error))
 
     return EventStream(events, explain, outputs)
 

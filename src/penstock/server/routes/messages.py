@@ -94,7 +94,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         block = await service.compute(ticket, lambda: compaction_block(left))
         if body.context_management.pauses:
             paused = _Paused(caller.request_id, model, prompt, block)
-            return paused.streamed() if body.stream else JSONResponse(paused.message())
+            return paused.streamed(request) if body.stream else JSONResponse(paused.message())
     goes_on = conversation.messages[-1] if rendering.continue_final_message else None
     how = answering(service, ticket, plan, prompt, goes_on)
     form = await sampling_of(service, ticket, how, body.structure)
@@ -103,7 +103,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     outputs = service.stream(ticket, [work])
     answer = _Answer(caller.request_id, model, work, how, block)
     if body.stream:
-        return stream_response(answer.events(outputs), outputs)
+        return stream_response(request, answer.events(outputs), outputs)
     return JSONResponse(answer.message(await unless_gone(request.receive, last_of(outputs))))
 
 
@@ -225,7 +225,7 @@ class _Paused:
         said = {"content": [self._block], "stop_reason": "compaction", "usage": self._usage}
         return {**self._empty, **said, **self._more}
 
-    def streamed(self) -> Response:
+    def streamed(self, request: Request) -> Response:
         """The events that build it."""
 
         async def events() -> AsyncIterator[bytes]:
@@ -236,7 +236,7 @@ class _Paused:
             yield _tell("message_delta", delta=delta, usage=self._usage, **self._more)
             yield _tell("message_stop")
 
-        return stream_response(events())
+        return stream_response(request, events())
 
 
 class _Answer:

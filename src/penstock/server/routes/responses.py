@@ -95,7 +95,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     answer = _Answer(body, caller.request_id, model, work, service, how, item)
     outputs = service.stream(ticket, [work])
     if body.stream:
-        return stream_response(answer.events(outputs), outputs)
+        return stream_response(request, answer.events(outputs), outputs)
     return JSONResponse(answer.response(await unless_gone(request.receive, last_of(outputs))))
 
 
