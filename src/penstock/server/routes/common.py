@@ -15,7 +15,13 @@ from penstock.errors import RequestError
 from penstock.server.admission import Caller, Ticket
 from penstock.server.answers import broken
 from penstock.server.compaction import Spent
-from penstock.server.conversation import CHAT, PromptText, Rendering, Source
+from penstock.server.conversation import (
+    CHAT,
+    PromptText,
+    Rendering,
+    Source,
+    left_by_compaction,
+)
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
@@ -222,13 +228,14 @@ async def prompt_of_messages(
     reserve: int | None,
     keep: int | None = None,
     source: Source = CHAT,
+    compacts: bool = False,
     spent: Spent | None = None,
 ) -> PromptText:
     """A conversation's prompt, made beside the event loop.
 
-    spent: on summaries in it. The answer's headers say of how many messages one is
-    (`X-Penstock-Compacted-Messages`), and how many were left out to make the prompt fit
-    (`X-Penstock-Dropped-Messages`).
+    compacts: older turns are summed up; spent: on summaries in it. The answer's headers say of how
+    many messages one is (`X-Penstock-Compacted-Messages`), and how many were left out to make the
+    prompt fit (`X-Penstock-Dropped-Messages`).
     """
     service = service_of(request)
     own = rendering.chat_template is not service.config.chat_template  # the caller's
@@ -241,7 +248,7 @@ async def prompt_of_messages(
             retention=retention or service.config.truncation_retention,
             reserve=reserve or 1,
             keep=keep,
-            source=source,
+            source=left_by_compaction(source) if compacts else source,
         ),
         slow=own or any(message.has_pictures for message in messages),
     )
