@@ -23,6 +23,7 @@ from penstock.fleet.actor import Order, Server
 from penstock.fleet.cluster import Actor, Cluster, LostError, _in_short
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.needs import Needs
+from penstock.fleet.ray_lines import without_rays_lines
 from penstock.fleet.remote import RemoteInstance, RemoteWorker
 from tests.fleet.conftest import Running, front, running
 from tests.fleet.test_continuing import said
@@ -265,6 +266,17 @@ def test_no_cluster(penstock: Callable[..., Result], monkeypatch: pytest.MonkeyP
     found = penstock("fleet", "m=stories", "--ray=127.0.0.1:1", "--port=0")
     assert found.exit_code == 1
     assert "The Ray cluster '127.0.0.1:1' doesn't answer: [Errno 111]" in found.output
+
+
+def test_rays_own_lines_are_kept_back(capfd: pytest.CaptureFixture[str]) -> None:
+    """Those of its library, which come before an error that says the same; nobody else's."""
+    rays = "[2026-11-29 10:38:21,901 W 12 14] rpc_client.h:153: Failed to connect to GCS at …\n"
+    fatal = rays.replace(" W ", " C ")
+    with without_rays_lines():
+        for text in (rays, "ours\n", rays.replace(" W ", " E "), fatal, "not [", "a line"):
+            os.write(2, text.encode())
+    os.write(2, rays.encode())
+    assert capfd.readouterr().err == f"ours\n{fatal}not [a line{rays}"
 
 
 def test_it_answers_like_one_server(there: Running, server: OneServer) -> None:
