@@ -163,6 +163,37 @@ def test_what_passes_is_tried_again(
     assert why is not None and re.search(words, why)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_actor_that_is_nowhere_is_let_go_in_time(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Ray can't be told to end it, or doesn't heed that, and tells nothing of it."""
+
+    class Nowhere:
+        killed = 0
+
+        async def place(self) -> str:
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+        def kill(self) -> None:
+            self.killed += 1
+            with Actor(None, None)._failures_logged():
+                if fails:
+                    raise RuntimeError("There is no such actor.")
+
+    async def end(late: bool) -> tuple[int, str | None]:
+        instance = RemoteInstance("m/0", [], cast(Cluster, None), Needs(), cast(Actor, Nowhere()))
+        if late:
+            instance.end_at_once("It wasn't ready in time.")
+            return await asyncio.wait_for(instance.ended(), 5), instance.given_up
+        await asyncio.wait_for(instance.end(60), 5)
+        return await instance.ended(), instance.given_up
+
+    monkeypatch.setattr("penstock.fleet.remote._LEAVING_S", 0.1)
+    for late, why in ((True, "It wasn't ready in time."), (False, "It was ended before it ran.")):
+        assert asyncio.run(end(late)) == (-signal.SIGKILL, why)
+
+
 def test_a_cluster_that_takes_no_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The instance is tried again, and then given up with what Ray says."""
 
