@@ -56,6 +56,36 @@ def test_eval_finds_the_same_figures(penstock: Run, story: Path, tmp_path: Path)
     assert {name: mine[name] for name in theirs["drift"]} == theirs["drift"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ("stories", ":float32", True),
+        ("stories", ":tf32", True),
+        ("stories:w4a8", ":w8a8", True),
+        ("stories:kv=int8", ":", True),
+        ("stories:float32", ":tf32", False),
+        ("stories", ":w4a8,kv=int8", False),
+        ("stories:w4a8", ":kv=int8", False),  # neither is finer in all
+    ],
+)
+def test_a_reference_less_precise_than_what_is_held_against_it(
+    penstock: Run, story: Path, one: str, other: str, said: bool
+) -> None:
+    few = ("--text", story, "--max-bytes", "100", "--no-layers", "--worst", "0")
+    result = penstock("drift", one, other, *few)
+    assert result.exit_code == 0, result.output
+    assert ("so most of this drift is its own rounding" in result.stdout) is said
+
+
+def test_eval_tells_that_the_model_is_the_less_precise_one(penstock: Run, story: Path) -> None:
+    few = ("--text", story, "--max-bytes", "100")
+    result = penstock("eval", *few, "--against", "tf32")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("The model is less precise than the other one") == 1
+    fine = penstock("eval", *few, "--dtype", "float32", "--against", "tf32")
+    assert fine.exit_code == 0 and "less precise" not in fine.stdout, fine.output
+
+
 def test_equal_ones_are_said_to_be(penstock: Run, story: Path) -> None:
     result = penstock("drift", "stories", ":eager", "--text", story, "--max-bytes", "200")
     assert result.exit_code == 0, result.output

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +83,10 @@ def test_help_needs_nothing_heavy() -> None:
         (["chat", "/no/such/folder"], 1, ["/no/such/folder"]),
         (["chat", "--temperature", "-1"], 1, ["temperature is -1.0"]),
         (["bench", "latency", "/no/such/folder"], 1, ["/no/such/folder"]),
+        (["eval", "-tp", "2"], 2, ["No such option: -tp. These have it: bench latency, ", "tune"]),
+        (["plan", "-cp=2"], 2, ["No such option: -cp. These have it: ", "serve, ", "plan --help"]),
+        (["doctor", "--json", "-pp", "2"], 2, ["No such option: -pp. ", "chat, generate, plan, "]),
+        (["doctor", "-x"], 2, ["No such option: -x. See penstock doctor --help"]),
     ],
 )
 def test_refusals(penstock: Run, arguments: list[str], code: int, words: list[str]) -> None:
@@ -97,6 +102,35 @@ def test_a_warning_is_one_line(tmp_path: Path, base_model: Path, process: Start)
     _, said = running.communicate(timeout=120)
     (line,) = [line for line in said.decode().splitlines() if "frobnicate" in line]
     assert line.startswith("warning: ") and ".py" not in said.decode()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["prune", "stories", "--neurons", "0.25", "--steps", "100000", "--calib", "TEXT"],
+        ["build", "stories"],
+        ["export", "stories", "--quant", "w4a16", "--method", "gptq", "--calib", "TEXT"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_asked_to_end_they_leave_nothing(
+    tmp_path: Path, process: Start, arguments: list[str]
+) -> None:
+    text, place = tmp_path / "text.txt", tmp_path / "place"
+    text.write_text("Once upon a time, there was a little dog named Max. " * 2000)
+    place.mkdir()
+    given = [str(text) if word == "TEXT" else word for word in arguments]
+    running = process(*given, "-o", place / "new")
+    until = time.monotonic() + 60
+    while not any(place.glob("*.partial")) and running.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    running.terminate()
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 143, said.decode()
+    assert said.decode().splitlines()[-1] == "Stopped."
+    left = [path for path in place.iterdir() if path.suffix != ".work"]  # an export goes on there
+    assert left == []
 
 
 def test_bad_prompts(penstock: Run, base_model: Path) -> None:

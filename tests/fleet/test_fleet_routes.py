@@ -297,6 +297,12 @@ def test_busy_comes_through_and_dying_does_not(scripted: Scripted) -> None:
             answer = fleet.post("/v1/completions", PROMPT)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "4")
             assert answer.json()["error"]["code"] == "queue_full"
+            said = {"type": "error", "error": {"type": "overloaded_error", "message": "Full."}}
+            scripted.answer = other.answer = (503, said, {"x-penstock-code": "queue_full"})
+            answer = fleet.post("/v1/messages", {"max_tokens": 1, "messages": HELLO})
+            told = answer.json()
+            assert {k: told[k] for k in said} == said  # and the request's id
+            assert answer.headers["x-penstock-code"] == "queue_full"
     finally:
         other.close()
 

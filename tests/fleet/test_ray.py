@@ -23,6 +23,7 @@ from penstock.fleet.actor import Order, Server
 from penstock.fleet.cluster import Actor, Cluster, LostError, _in_short
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.needs import Needs
+from penstock.fleet.ray_lines import without_rays_lines
 from penstock.fleet.remote import RemoteInstance, RemoteWorker
 from tests.fleet.conftest import Running, front, running
 from tests.fleet.test_continuing import said
@@ -162,6 +163,37 @@ def test_what_passes_is_tried_again(
     assert why is not None and re.search(words, why)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_actor_that_is_nowhere_is_let_go_in_time(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Ray can't be told to end it, or doesn't heed that, and tells nothing of it."""
+
+    class Nowhere:
+        killed = 0
+
+        async def place(self) -> str:
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+        def kill(self) -> None:
+            self.killed += 1
+            with Actor(None, None)._failures_logged():
+                if fails:
+                    raise RuntimeError("There is no such actor.")
+
+    async def end(late: bool) -> tuple[int, str | None]:
+        instance = RemoteInstance("m/0", [], cast(Cluster, None), Needs(), cast(Actor, Nowhere()))
+        if late:
+            instance.end_at_once("It wasn't ready in time.")
+            return await asyncio.wait_for(instance.ended(), 5), instance.given_up
+        await asyncio.wait_for(instance.end(60), 5)
+        return await instance.ended(), instance.given_up
+
+    monkeypatch.setattr("penstock.fleet.remote._LEAVING_S", 0.1)
+    for late, why in ((True, "It wasn't ready in time."), (False, "It was ended before it ran.")):
+        assert asyncio.run(end(late)) == (-signal.SIGKILL, why)
+
+
 def test_a_cluster_that_takes_no_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The instance is tried again, and then given up with what Ray says."""
 
@@ -265,6 +297,17 @@ def test_no_cluster(penstock: Callable[..., Result], monkeypatch: pytest.MonkeyP
     found = penstock("fleet", "m=stories", "--ray=127.0.0.1:1", "--port=0")
     assert found.exit_code == 1
     assert "The Ray cluster '127.0.0.1:1' doesn't answer: [Errno 111]" in found.output
+
+
+def test_rays_own_lines_are_kept_back(capfd: pytest.CaptureFixture[str]) -> None:
+    """Those of its library, which come before an error that says the same; nobody else's."""
+    rays = "[2026-11-29 10:38:21,901 W 12 14] rpc_client.h:153: Failed to connect to GCS at …\n"
+    fatal = rays.replace(" W ", " C ")
+    with without_rays_lines():
+        for text in (rays, "ours\n", rays.replace(" W ", " E "), fatal, "not [", "a line"):
+            os.write(2, text.encode())
+    os.write(2, rays.encode())
+    assert capfd.readouterr().err == f"ours\n{fatal}not [a line{rays}"
 
 
 def test_it_answers_like_one_server(there: Running, server: OneServer) -> None:

@@ -82,23 +82,27 @@ def run(site: Path, code: str, **environment: str) -> Any:
 
 PROMPT = torch.randint(3, 320, (70,), generator=torch.Generator().manual_seed(5)).tolist()
 SAYS = """
-import json, sys
+import json
 from penstock import LLM, SamplingParams
-folder, options, prompt = json.loads(sys.argv[1]) if len(sys.argv) > 1 else json.loads(INPUT)
-llm = LLM(folder, skip_tokenizer_init=True, **options)
 params = SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=0, ignore_eos=True)
-found = []
-for given in (prompt, prompt[:9]):
-    (out,) = llm.generate([{"prompt_token_ids": given}], params)
-    lines = [next(iter(x.values())).logprob for x in out.prompt_logprobs[1:]]
-    found.append([out.outputs[0].token_ids, lines])
-print(json.dumps(found))
+every = []
+for options in several:
+    llm = LLM(folder, skip_tokenizer_init=True, **options)
+    found = []
+    for given in (prompt, prompt[:9]):
+        (out,) = llm.generate([{"prompt_token_ids": given}], params)
+        lines = [next(iter(x.values())).logprob for x in out.prompt_logprobs[1:]]
+        found.append([out.outputs[0].token_ids, lines])
+    every.append(found)
+    del llm
+print(json.dumps(every))
 """
 
 
-def says(site: Path, folder: Path, options: dict[str, Any], **environment: str) -> Any:
-    given = json.dumps([str(folder), options, PROMPT])
-    return run(site, f"INPUT = {given!r}\n{SAYS}", **environment)
+def says(site: Path, folder: Path, *several: dict[str, Any], **environment: str) -> Any:
+    """What it says with each of the options, one after the other in one process."""
+    given = f"folder, several, prompt = {str(folder)!r}, {list(several)!r}, {PROMPT!r}"
+    return run(site, f"{given}\n{SAYS}", **environment)
 
 
 @needs_native
@@ -108,11 +112,12 @@ def test_as_transformers_has_it(site: Path, nemotron: tuple[Path, Any]) -> None:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
     want = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-    ((tokens, found), short) = says(site, folder, {"dtype": "float32"})
+    ((tokens, found), short), eager = says(
+        site, folder, {"dtype": "float32"}, {"dtype": "float32", "enforce_eager": True}
+    )
     torch.testing.assert_close(torch.tensor(found), want, rtol=1e-4, atol=1e-4)
-    eager = says(site, folder, {"dtype": "float32", "enforce_eager": True})
     assert eager == [[tokens, found], short]
-    bare = says(site, folder, {"dtype": "float32"}, PENSTOCK_KERNELS="reference")
+    (bare,) = says(site, folder, {"dtype": "float32"}, PENSTOCK_KERNELS="reference")
     torch.testing.assert_close(torch.tensor(bare[0][1]), want, rtol=1e-4, atol=1e-4)
 
 
@@ -120,10 +125,17 @@ def test_as_transformers_has_it(site: Path, nemotron: tuple[Path, Any]) -> None:
 def test_all_that_families_have_comes_with_it(site: Path, nemotron: tuple[Path, Any]) -> None:
     """The same bits in small steps and among ranks; in fewer bits; exported and built."""
     folder, _ = nemotron
-    plain = says(site, folder, {"dtype": "bfloat16"})
-    for options in ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, {"tensor_parallel_size": 2}):
-        assert says(site, folder, {"dtype": "bfloat16", **options}) == plain, options
-    assert len(says(site, folder, {"quantization": "w8a8"})) == 2
+    ways = {"max_num_batched_tokens": 16, "max_num_seqs": 4}, {"tensor_parallel_size": 2}
+    plain, *others, quantized = says(
+        site,
+        folder,
+        {"dtype": "bfloat16"},
+        *({"dtype": "bfloat16", **way} for way in ways),
+        {"quantization": "w8a8"},
+    )
+    for way, other in zip(ways, others, strict=True):
+        assert other == plain, way
+    assert len(quantized) == 2
     built = folder.parent / "nemotron-engine"
     code = f"""
 from pathlib import Path
@@ -133,7 +145,7 @@ build(BuildOptions(model={str(folder)!r}, output=Path({str(built)!r}), dtype="bf
 print(1)
 """
     run(site, code)
-    assert says(site, built, {}) == plain
+    assert says(site, built, {}) == [plain]
 
 
 @needs_native
@@ -158,20 +170,20 @@ print(json.dumps([same, bool(one.address)]))
 
 def test_which_are_loaded(site: Path, nemotron: tuple[Path, Any]) -> None:
     listed = "import json\nfrom penstock.models.registry import architectures\n"
-    listed += "print(json.dumps('NemotronForCausalLM' in architectures()))"
-    assert run(site, listed) is True
-    assert run(site, listed, PENSTOCK_PLUGINS="nemotron") is True
-    assert run(site, listed, PENSTOCK_PLUGINS="") is False
+    listed += "found = 'NemotronForCausalLM' in architectures()\n"
+    assert run(site, f"{listed}print(json.dumps(found))") is True
+    assert run(site, f"{listed}print(json.dumps(found))", PENSTOCK_PLUGINS="nemotron") is True
     refused = f"""
-import json
+{listed}
 from pathlib import Path
 from penstock.models import read_spec
 try:
     read_spec(Path({str(nemotron[0])!r}))
 except Exception as error:
-    print(json.dumps(str(error)))
+    print(json.dumps([found, str(error)]))
 """
-    assert "PENSTOCK_PLUGINS leaves out nemotron" in run(site, refused, PENSTOCK_PLUGINS="")
+    found, why = run(site, refused, PENSTOCK_PLUGINS="")
+    assert found is False and "PENSTOCK_PLUGINS leaves out nemotron" in why
 
 
 @pytest.fixture

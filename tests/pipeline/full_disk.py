@@ -1,7 +1,7 @@
 """Exports and builds onto file systems that are too small; run by test_full_disk.py as root of a
 user namespace of its own.
 
-    python full_disk.py MOUNT TEXT
+    python full_disk.py MOUNT TEXT MODEL
 
 Prints a line of JSON an attempt: what, its share of the room that it needs, how it ended, what lay
 there afterwards.
@@ -47,15 +47,15 @@ def attempt(what: str, share: int, folder: Path, run: Callable[[], object]) -> N
     print(json.dumps({"what": what, "share": share, "ended": ended, "left": left}), flush=True)
 
 
-def main(folder: Path, text: Path) -> None:
+def main(folder: Path, text: Path, model: Path) -> None:
     output = folder / "out"
     fitted = NewWeights("w4a16-g64", calib=(text,), num_samples=2, window=32)
     few = VocabularyChoice.parse("1500", (text,))
     ways: dict[str, tuple[Callable[[], object], float]] = {
-        "plain": (lambda: export_model("stories", output), 1.0),
-        "fitted": (lambda: export_model("stories", output, weights=fitted), 1.4),  # and its work
-        "vocabulary": (lambda: export_model("stories", output, reduce_vocab=few), 1.9),  # twice
-        "build": (lambda: build(BuildOptions("stories", output, profile=(1, 8, 64),
+        "plain": (lambda: export_model(model, output), 1.0),
+        "fitted": (lambda: export_model(model, output, weights=fitted), 1.2),  # and its work
+        "vocabulary": (lambda: export_model(model, output, reduce_vocab=few), 1.9),  # twice
+        "build": (lambda: build(BuildOptions(model, output, profile=(1, 8, 64),
                                              max_num_seqs=4)), 1.0),
     }  # fmt: skip
     for what, (run, times) in ways.items():
@@ -74,4 +74,4 @@ def main(folder: Path, text: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

@@ -23,7 +23,7 @@ from penstock.pipeline.vocabulary import VocabularyChoice
 
 Say = Callable[[str, int, int], None]
 
-MIDDLE = ("trying 13/", "quantizing 4/", "training 15/")
+MIDDLE = ("trying 6/", "quantizing 2/", "training 15/")
 
 
 def choices(folder: Path, case: str) -> dict[str, Any]:

@@ -95,9 +95,9 @@ def test_little_memory_is_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_killed_at_random_moments(small: Path, tmp_path: Path) -> None:
-    rounds = 10
-    command = [sys.executable, str(KILLED), str(small), str(tmp_path), str(2 * rounds)]
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    rounds, model = 10, shallow(tmp_path / "model", 1)
+    command = [sys.executable, str(KILLED), str(model), str(tmp_path), str(2 * rounds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = done.stdout.split()

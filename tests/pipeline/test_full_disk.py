@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.stories import shallow
+
 FULL = Path(__file__).with_name("full_disk.py")
 
 
@@ -27,9 +29,10 @@ def test_small_disks(tmp_path: Path) -> None:
     text, folder = tmp_path / "text.txt", tmp_path / "disk"
     text.write_text("Once upon a time, there was a little girl who had a red ball. " * 40)
     folder.mkdir()
+    model = shallow(tmp_path / "model")
     environment = {**os.environ, "PENSTOCK_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        ["unshare", "-rm", sys.executable, str(FULL), str(folder), str(text)],
+        ["unshare", "-rm", sys.executable, str(FULL), str(folder), str(text), str(model)],
         env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from penstock.pipeline.build import BuildOptions, build
 from penstock.runtime import compile_counter
 from penstock.runtime.engine_folder import EngineFolder, digest
 from penstock.runtime.package import PackageForward, read_package
+from tests.models.stories import shallow
 from tests.pipeline.conftest import Build
 from tests.pipeline.test_engine_exact import assert_same, load, logits
 
@@ -27,12 +28,18 @@ CHOSEN = {"quantization": "w4a8", "kv_cache_dtype": "int8", "forward": "package"
 
 
 @pytest.fixture(scope="module")
-def engine(engine_of: Build) -> Path:
-    return engine_of(**CHOSEN)
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers: the compiler takes as long for one as for another."""
+    return shallow(tmp_path_factory.mktemp("small") / "model")
 
 
-def test_the_same_bits(engine: Path) -> None:
-    assert_same(engine, "stories", quantization="w4a8", kv_cache_dtype="int8")
+@pytest.fixture(scope="module")
+def engine(engine_of: Build, small: Path) -> Path:
+    return engine_of(small, **CHOSEN)
+
+
+def test_the_same_bits(engine: Path, small: Path) -> None:
+    assert_same(engine, small, quantization="w4a8", kv_cache_dtype="int8")
     runtime = load(engine)
     assert runtime.runner.how == "a compiled package"
     assert runtime.engine is not None and runtime.engine.manifest["workspace_bytes"] == 0
@@ -40,15 +47,15 @@ def test_the_same_bits(engine: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", ["int8", pytest.param("kivi", marks=pytest.mark.slow)])
-def test_tokens(engine_of: Build, cache: str) -> None:
+def test_tokens(engine_of: Build, small: Path, cache: str) -> None:
     chosen = CHOSEN | {"kv_cache_dtype": cache}
-    engine = engine_of(**chosen)
+    engine = engine_of(small, **chosen)
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
     before = compile_counter.total()
     built = LLM(engine)
     (a,) = built.generate(["Once upon a time"], params)
     assert compile_counter.total() == before
-    model = LLM("stories", quantization="w4a8", kv_cache_dtype=cache)
+    model = LLM(small, quantization="w4a8", kv_cache_dtype=cache)
     (b,) = model.generate(["Once upon a time"], params)
     assert a.outputs[0].token_ids == b.outputs[0].token_ids
 
@@ -65,10 +72,10 @@ def test_another_block_size(engine: Path) -> None:
         load(engine, block_size=64)
 
 
-def test_the_second_build_compiles_nothing(engine: Path, tmp_path: Path) -> None:
+def test_the_second_build_compiles_nothing(engine: Path, small: Path, tmp_path: Path) -> None:
     before = compile_counter.counts().get("aot_inductor", 0)
     options = BuildOptions(
-        model="stories", output=tmp_path / "engine", profile=(1, 8, 128), max_num_seqs=8, **CHOSEN
+        model=small, output=tmp_path / "engine", profile=(1, 8, 128), max_num_seqs=8, **CHOSEN
     )  # type: ignore[arg-type]
     report = build(options)
     assert compile_counter.counts().get("aot_inductor", 0) == before
@@ -78,13 +85,15 @@ def test_the_second_build_compiles_nothing(engine: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow  # the compiler's time
-def test_a_damaged_package_in_the_cache_is_compiled_anew(engine: Path, tmp_path: Path) -> None:
+def test_a_damaged_package_in_the_cache_is_compiled_anew(
+    engine: Path, small: Path, tmp_path: Path
+) -> None:
     found = list((cache_folder() / "packages").glob("*.pt2"))
     before = {file: file.read_bytes() for file in found}
     for file in found:
         file.write_bytes(b"cut off")
     options = BuildOptions(
-        model="stories", output=tmp_path / "engine", profile=(1, 8, 128), max_num_seqs=8, **CHOSEN
+        model=small, output=tmp_path / "engine", profile=(1, 8, 128), max_num_seqs=8, **CHOSEN
     )  # type: ignore[arg-type]
     build(options)
     for a, b in zip(logits(load(tmp_path / "engine")), logits(load(engine)), strict=True):
@@ -127,14 +136,14 @@ def test_what_a_build_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_cache_that_cant_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a container without a home: the package is made where the engine is."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(compiled, "_compile", lambda graph, file: file.write_bytes(b"compiled"))
     output = tmp_path / "engine"
-    build(BuildOptions("stories", output, profile=(1, 1, 1), max_num_seqs=1, forward="package"))
+    build(BuildOptions(small, output, profile=(1, 1, 1), max_num_seqs=1, forward="package"))
     assert "file/cache/packages: [Errno 20] Not a directory" in caplog.text
     assert "Set PENSTOCK_CACHE." in caplog.text
     assert (output / "package.pt2").read_bytes() == b"compiled"

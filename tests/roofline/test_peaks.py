@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,95 @@ def test_peaks_of_a_busy_machine_are_measured_again(
     third = peaks()
     assert third.measured_at == "quiet" and not third.disturbed and third.fma_flops == 9e10
     assert peaks() == third  # not measured again: nothing is left to pop
+
+
+MEASURING = """
+import sys, time
+from dataclasses import replace
+from pathlib import Path
+import torch
+from penstock.hardware import Peaks
+from penstock.roofline import peaks
+module, folder = sys.modules["penstock.roofline.peaks"], Path(sys.argv[1])
+
+def measure(hardware):
+    mine = folder / f"measuring-{sys.argv[2]}"
+    mine.touch()
+    beside = len(list(folder.glob("measuring-*")))
+    time.sleep(float(sys.argv[3]))
+    mine.unlink()
+    with (folder / "measured").open("a") as log:
+        log.write(f"{beside}\\n")
+    return Peaks(1e9, 1e9, 0.0, torch.get_num_threads(), sys.argv[2], cpu_share=float(sys.argv[4]))
+
+module.measure = measure
+(folder / f"ready-{sys.argv[2]}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+print(peaks(calibrate=len(sys.argv) > 5).measured_at)
+"""
+
+
+@pytest.mark.parametrize("options", [["1"], ["0.5"], ["1", "--calibrate"]])
+def test_processes_take_turns(tmp_path: Path, options: list[str]) -> None:
+    """Two that start at once measure once, and both have the figures."""
+    environment = {**os.environ, "PENSTOCK_CACHE": str(tmp_path / "cache")}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEASURING, str(tmp_path), name, "0.5", *options],
+            env=environment, stdout=subprocess.PIPE, text=True,
+        )
+        for name in ("one", "other")
+    ]  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        (tmp_path / "go").touch()
+        said = [one.communicate(timeout=60)[0] for one in both]
+    finally:
+        for one in both:
+            one.kill()
+            one.communicate()
+    assert said[0] == said[1] != ""
+    assert (tmp_path / "measured").read_text() == "1\n"
+
+
+def test_one_that_hangs_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quiet = Peaks(9e9, 9e10, 0.0, torch.get_num_threads(), "quiet", 9e10)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "measure", lambda _: quiet)
+    monkeypatch.setattr("penstock.roofline.turns.PATIENCE_S", 0.2)
+    code = (
+        "import fcntl, sys, time\n"
+        "lock = open(sys.argv[1], 'w'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "print('held', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "measuring.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        with caplog.at_level("WARNING", "penstock"):
+            assert peaks() == quiet
+        assert "Another process has been measuring this machine for 0.2 s" in caplog.text
+        caplog.clear()
+        holder.kill()
+    assert peaks(calibrate=True) == quiet and not caplog.text  # the dead one's lock is free
+
+
+def test_a_cache_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    quiet = Peaks(9e9, 9e10, 0.0, torch.get_num_threads(), "quiet", 9e10)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(file))
+    monkeypatch.setattr(module, "measure", lambda _: quiet)
+    with caplog.at_level("WARNING", "penstock"):
+        assert peaks() == quiet
+    assert "The measured peaks can't be kept" in caplog.text
 
 
 @needs_native

@@ -16,7 +16,6 @@ from penstock.server.compaction import (
     MOST_PASSES,
     Conversation,
     Play,
-    Remembered,
     Spent,
     Wanted,
     Writing,
@@ -24,6 +23,7 @@ from penstock.server.compaction import (
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import FunctionCall, Message, ToolCall
 from penstock.server.protocol.compaction import sealed, unsealed
+from penstock.server.remembered import Remembered
 
 
 def said(role: Any, words: int, name: str = "") -> Message:
@@ -45,6 +45,10 @@ def written(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
     return text, list(range(len(text.split())))
 
 
+def count(text: str) -> int:
+    return len(text.split())
+
+
 def plain(message: Message) -> dict[str, Any]:
     calls = {"tool_calls": [c.id for c in message.tool_calls]} if message.tool_calls else {}
     return {"role": message.role, "content": message.content or "", **calls}
@@ -60,7 +64,7 @@ def play(
     forced: bool = False,
 ) -> Play:
     shown = [plain(m) for m in conversation.messages]
-    writing = Writing(shown, shown, written, written, b"")
+    writing = Writing(shown, shown, written, written, count, b"")
     wanted = Wanted(threshold, "field", "compact_threshold", forced)
     return Play(conversation, writing, wanted, remembered or Remembered(), max_len, reserve)
 
@@ -211,6 +215,12 @@ def test_no_room_for_a_summary() -> None:
     assert (small.value.param, small.value.code) == ("field", "compaction_impossible")
     assert "compact_threshold is 160 tokens, but the system's messages" in small.value.message
     assert "a summary of up to 20 tokens take 181. Raise it to 362 or more" in small.value.message
+    with pytest.raises(ApiError, match="Raise it to 264 or more, or shorten them"):
+        run(play(Conversation([said("system", 150), *turns]), 160, max_len=301))
+    with pytest.raises(ApiError) as never:
+        run(play(Conversation([said("system", 250), *turns]), 160, max_len=301, reserve=41))
+    assert "take 281. Shorten them: beside an answer of up to 41 tokens" in never.value.message
+    assert "a prompt may have 227 of this model's 301" in never.value.message
     with pytest.raises(
         ApiError, match="of up to 900 tokens a prompt may have 100 of this model's 1,000"
     ):
@@ -224,13 +234,40 @@ def test_what_cant_be_parted() -> None:
 
 
 def test_so_many_summaries_and_no_more() -> None:
+    """What needs too many is told so before the first is written, where sizes say so."""
     turns = [said(("user", "assistant")[i % 2], 60) for i in range(4001)]
     game = play(Conversation(turns), 200, max_len=300)
     begun = time.perf_counter()
     with pytest.raises(ApiError, match=f"more than {MOST_PASSES} summaries"):
         run(game)
-    assert game.passes == MOST_PASSES
+    assert game.passes == 0
     assert time.perf_counter() - begun < 5.0
+    forced = play(Conversation(turns), 200, max_len=300, forced=True)
+    with pytest.raises(ApiError, match=f"more than {MOST_PASSES} summaries"):
+        run(forced)
+    assert forced.passes == 0
+    game = play(Conversation([said(m.role, 1) for m in turns]), 200, max_len=300)
+    with pytest.raises(ApiError, match=f"more than {MOST_PASSES} summaries"):
+        run(game)
+    assert game.passes == MOST_PASSES  # nearly all of it is what the template writes
+
+
+@pytest.mark.parametrize("words", [7, 20, 60, 90])
+def test_nobody_is_refused_who_needs_no_more(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is told before the first, so many summaries are needed, however short they are."""
+    told = []
+    for number in range(101, 1402, 100):
+        turns = [said(("user", "assistant")[i % 2], words) for i in range(number)]
+        game = play(Conversation(turns), 200, max_len=300)
+        try:
+            run(game, lambda _: "x")
+        except ApiError:
+            told.append(game.passes == 0)
+            with monkeypatch.context() as patch:
+                patch.setattr(Play, "_needs_too_many", lambda _: False)
+                with pytest.raises(ApiError, match="more than 64 summaries"):
+                    run(play(Conversation(turns), 200, max_len=300), lambda _: "x")
+    assert any(told)
 
 
 def test_a_flood_of_text_takes_no_time() -> None:

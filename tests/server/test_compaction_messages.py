@@ -127,6 +127,11 @@ def test_paused(client: Anthropic, chats: Running, streamed: bool) -> None:
     assert straight.content[1:] == after.content
     short = ask(client, messages[:1], context_management=pausing)
     assert short.stop_reason != "compaction"
+    known = ask(client, messages, context_management=pausing)  # the summary is remembered
+    assert known.stop_reason == "compaction" and known.content == paused.content
+    summary, own = known.usage.iterations
+    assert (summary.type, summary.input_tokens, summary.output_tokens) == ("compaction", 0, 0)
+    assert (own.type, own.output_tokens) == ("message", 0)
 
 
 def test_own_instructions(client: Anthropic, caplog: pytest.LogCaptureFixture) -> None:
@@ -168,6 +173,46 @@ def test_what_comes_back(client: Anthropic, caplog: pytest.LogCaptureFixture) ->
         messages=[{"role": "assistant", "content": [mine]}, more],  # type: ignore[list-item]
     )
     assert 0 < count.input_tokens < 100
+
+
+def test_tokens_are_counted(client: Anthropic) -> None:
+    """What compactions stand for is counted, and beside it what was sent; none is made for it."""
+    messages: list[Any] = conversation(12)[1:]
+
+    def count(sent: list[Any], **more: Any) -> Any:
+        return client.beta.messages.count_tokens(
+            model="stories", system=SYSTEM, messages=sent, betas=BETA, **more
+        )
+
+    plain = count(messages)
+    assert plain.context_management is None
+    both = count(messages, context_management=edits())
+    assert both.input_tokens == both.context_management.original_input_tokens == plain.input_tokens
+    answer = ask(client, messages)
+    said = [block.model_dump(exclude_none=True) for block in answer.content]
+    assert said[0]["type"] == "compaction"
+    more: Any = {"role": "user", "content": "And then?"}
+    sent = [*messages, {"role": "assistant", "content": said}, more]
+    after = count(sent, context_management=edits())
+    assert after.input_tokens == count(sent).input_tokens < plain.input_tokens
+    texts = [*messages, {"role": "assistant", "content": said[1:]}, more]
+    assert after.context_management.original_input_tokens == count(texts).input_tokens
+    alone = count(sent[-2:], context_management={"edits": []})
+    assert alone.input_tokens == after.input_tokens
+    assert alone.context_management.original_input_tokens == after.input_tokens
+    with pytest.raises(anthropic.BadRequestError, match="at least 128"):
+        count(messages, context_management=edits(127))
+
+
+def test_a_turn_that_is_too_long(client: Anthropic) -> None:
+    long: Any = {"role": "user", "content": "The dog ran. " * 400}
+    with pytest.raises(anthropic.BadRequestError) as alone:
+        ask(client, [long])
+    assert "Only older turns are summed up, and the last one stays as it is: shorten that" in str(
+        alone.value
+    )
+    with pytest.raises(anthropic.BadRequestError, match="Shorten it, or start the server"):
+        ask(client, [long], context_management={"edits": []})
 
 
 def test_marks_stay_with_the_messages(client: Anthropic) -> None:

@@ -287,6 +287,54 @@ def test_thresholds_that_cant_be_kept(client: OpenAI) -> None:
     assert made.status in ("completed", "incomplete")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"temperature": 5e9}, "temperature"),
+        ({"max_tokens": 2000}, "tokens is 2,000, but"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, ""),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_computed(
+    client: OpenAI, chats: Running, wrong: dict[str, Any], param: str
+) -> None:
+    made = chats.llm.stats()["generation_tokens"]
+    body = {"messages": conversation(12), "max_tokens": 10, "context_management": at(), **wrong}
+    with chats.client() as http:
+        answers = [http.post("/v1/chat/completions", json=body)]
+        if param:
+            names = {"max_tokens": "max_output_tokens"}
+            fields = {names.get(k, k): v for k, v in {"max_tokens": 10, **wrong}.items()}
+            body = {"input": conversation(12), "context_management": at(), **fields}
+            answers.append(http.post("/v1/responses", json=body))
+        if param == "temperature":
+            edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 700}}
+            body = {
+                "model": "stories", "messages": conversation(12)[1:], "max_tokens": 10,
+                "context_management": {"edits": [edit]}, **wrong,
+            }  # fmt: skip
+            answers.append(http.post("/v1/messages", json=body))
+    for answer in answers:
+        assert answer.status_code == 400 and param in answer.text, answer.text
+    assert chats.rest()["generation_tokens"] == made
+
+
+def test_a_last_turn_that_is_too_long(client: OpenAI) -> None:
+    """It can't be summed up, and the error says so."""
+    long: Any = [
+        user(0),
+        {"role": "assistant", "content": "Yes."},
+        {**user(1), "content": SAID * 60},
+    ]
+    for talk in (long, long[-1:]):
+        with pytest.raises(openai.BadRequestError) as told:
+            client.responses.create(model="stories", input=talk, context_management=at())
+        assert told.value.code == "context_length_exceeded"
+        assert "the last one stays as it is: shorten that, or send truncation" in told.value.message
+    with pytest.raises(openai.BadRequestError, match="Shorten it, or send truncation"):
+        client.responses.create(model="stories", input=long)
+
+
 def test_an_empty_summary(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error; where turns are left out instead, it has cost what it has cost."""
     talk: Any = conversation(12)

@@ -177,3 +177,32 @@ def test_an_endpoint_that_raises(running: Running, monkeypatch: pytest.MonkeyPat
             assert answer.headers["x-request-id"] == "mine"
             assert "planted" not in answer.text
             assert ("type" in answer.json()) == (path == "/v1/messages")
+
+
+@pytest.mark.parametrize("name", ["messages", "responses", "chat/completions"])
+def test_what_breaks_a_stream_outside_of_its_answer(
+    running: Running, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The last event has the shape of the API that was called."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr("penstock.server.routes.messages._stop", broken)
+    monkeypatch.setattr("penstock.server.routes.items.Items.finish", broken)
+    monkeypatch.setattr("penstock.server.routes.chat._reason", broken)
+    asked: dict[str, Any] = {"model": "stories", "stream": True, "temperature": 0}
+    said = [{"role": "user", "content": "Hello"}]
+    asked |= {"input": said} if name == "responses" else {"messages": said, "max_tokens": 8}
+    with running.client() as client:
+        answer = client.post(f"/v1/{name}", json=asked)
+    assert answer.status_code == 200 and "planted" not in answer.text
+    *head, data = answer.text.rstrip().split("\n\n")[-1].split("\n")
+    told = json.loads(data.removeprefix("data: "))
+    if name.startswith("chat"):
+        assert head == [] and told["error"]["type"] == "server_error"
+        return
+    assert head == ["event: error"] and told["type"] == "error"
+    where = told["error"] if name == "messages" else told
+    assert "KeyError" in where["message"]
+    assert name != "messages" or where["type"] == "api_error"

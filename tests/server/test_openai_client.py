@@ -249,7 +249,7 @@ def test_embeddings(client: OpenAI) -> None:
 
 
 def test_errors_are_the_clients_own(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="isn't served here"):
+    with pytest.raises(openai.NotFoundError, match=r"isn't served here\. There is: stories\."):
         client.completions.create(model="gpt-none", prompt=STORY)
     with pytest.raises(openai.BadRequestError, match="temperature") as wrong:
         client.completions.create(model="stories", prompt=STORY, temperature=-1)

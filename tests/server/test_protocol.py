@@ -315,6 +315,7 @@ ENDPOINTS = {
             "system": "Be brief.",
             "tools": INPUTS,
             "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
+            "context_management": (SUMMED_UP_TOO, {"messages": TURNS}),
         },
         # these ask for nothing here, as in Anthropic's API
         {"cache_control", "output_config", "output_format"},

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.bench.precision import remark
 from penstock.bench.reader import Reader, Reading
 from penstock.bench.texts import Text, Window, check_window, windows_of
 from penstock.bench.vocabularies import Shared
@@ -329,7 +330,14 @@ def measure_drift(
                 found.add(one.logits, other.logits, targets, place)
                 if one.residuals is not None and other.residuals is not None:
                     found.add_residuals(one.residuals, other.residuals)
-    return found.result((*remarks, *map(_strayed, sorted(astray))))
+    coarse = coarser(a, b, names)
+    return found.result((*remarks, *coarse, *map(_strayed, sorted(astray))))
+
+
+def coarser(a: Reader, b: Reader, names: tuple[str, str]) -> tuple[str, ...]:
+    """A remark where A, of the same shape, is the less precise of both; or none."""
+    one, other = ((x.about.vocab_size, x.about.hidden) for x in (a, b))
+    return remark(a.about.bits, b.about.bits, names) if one == other else ()
 
 
 def _strayed(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.drift import Drift, DriftSum, Place, check_finite
+from penstock.bench.drift import Drift, DriftSum, Place, check_finite, coarser
 from penstock.bench.reader import LocalReader, Reader
 from penstock.bench.reference_run import ReferenceRun, RunWriter
 from penstock.bench.texts import Text, check_window, read_text, windows_of
@@ -107,7 +107,8 @@ def evaluate(
             if save is not None:
                 save.add(text.name, logits, targets)
     if against is not None or reference is not None:
-        score.drift = drift.result()
+        names = "The model", "the other one"
+        score.drift = drift.result(() if against is None else coarser(reader, against, names))
     return score
 
 

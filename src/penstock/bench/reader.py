@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.bench.precision import Bits, bits_of
 from penstock.bench.tf32 import Tf32
 from penstock.bench.variant import TF32, Variant
 from penstock.errors import ConfigError, KernelError
@@ -55,6 +56,7 @@ class About:
     kernels: str  # an instruction set, or `reference`
     calls: str  # `one native call a step`, or `operators one by one`
     kept_tokens: int | None = None  # of a reduced vocabulary
+    bits: Bits | None = None  # of its values; None where that isn't known
 
 
 class Reader(Protocol):
@@ -104,16 +106,17 @@ class LocalReader:
         graphs, self._by_modules = runtime.runner.graphs, None
         if graphs is not None and self._decoder is not None:  # which takes a step's arrays there
             self._by_modules = graphs.beside(self._decoder, runtime.runner.kv)
-        spec = runtime.model.spec.decoder
+        spec, formats = runtime.model.spec.decoder, runtime.model.model.formats
         self.about = About(
             vocab_size=runtime.vocab_size,
             layers=0 if self._decoder is None else len(self._decoder.layers),
             hidden=spec.hidden,
-            weights=TF32 if by_tf32 else runtime.model.model.formats.name,
+            weights=TF32 if by_tf32 else formats.name,
             cache=runtime.layout.stored,
             kernels=native.isa or "reference",
             calls="its graph, one by one" if form == "graph" else runtime.runner.how,
             kept_tokens=None if runtime.vocab_map is None else len(runtime.vocab_map),
+            bits=bits_of(formats, runtime.model.dtype, runtime.layout.stored, by_tf32),
         )
 
     def encode(self, documents: Sequence[str]) -> list[list[int]]:

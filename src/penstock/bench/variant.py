@@ -25,6 +25,7 @@ from penstock.quant import formats_of
 DTYPES = ("float32", "bfloat16", "float16", "tf32")
 TF32 = "tf32"
 KERNELS = ("native", "reference")
+_SYNONYMS = {"float": "float32", "half": "float16"}
 FORMS = ("graph", "compiled")
 _KEYS = ("dtype", "kv", "isa", "kernels", "device")
 
@@ -46,6 +47,12 @@ class Variant:
     def __post_init__(self) -> None:
         if self.quantization is not None:
             _check_quantization(self.quantization)
+        object.__setattr__(self, "dtype", _SYNONYMS.get(self.dtype, self.dtype))
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(
+                f"dtype={self.dtype!r} isn't one of auto, {', '.join(DTYPES)} (or float, "
+                f"half).{nearest(self.dtype, DTYPES)}"
+            )
         if self.dtype == TF32 and (self.quantization or self.form):
             raise ConfigError(
                 f"dtype={TF32} rounds what a float32 model multiplies, operator by operator, so "
@@ -182,13 +189,13 @@ def _option(word: str) -> tuple[str, Any]:
         return "eager", True
     if word in FORMS:
         return "form", word
-    if word in DTYPES:
+    if word in (*DTYPES, *_SYNONYMS):
         return "dtype", word
     try:
         _check_quantization(word)
     except ConfigError as error:
         raise ConfigError(
-            f"{word!r} isn't an option of a variant. Beside eager, {', '.join(FORMS)}, dtype=, "
-            f"kv=, isa=, kernels= and device=, it may be a quantization: {error}"
+            f"{word!r} isn't an option of a variant. Beside eager, {', '.join(FORMS + DTYPES)}, "
+            f"dtype=, kv=, isa=, kernels= and device=, it may be a quantization: {error}"
         ) from error
     return "quantization", word

@@ -327,6 +327,8 @@ def _print(
                 ],
             )
         )  # fmt: skip
+        for remark in dict.fromkeys(remark for _, d in drifted for remark in d.remarks):
+            console.print(remark, style="dim", markup=False)
     if replies is not None:
         console.print(_dialogue_table(replies, what))
 

@@ -1,7 +1,7 @@
 """The `penstock` command: its commands, and what becomes of an error in one of them.
 
 Exit codes: 0 done, 1 an error that Penstock explains, 2 a command line that can't be read,
-130 stopped by Ctrl-C. Nothing heavy is imported before a command runs.
+130 stopped by Ctrl-C, 143 by SIGTERM. Nothing heavy is imported before a command runs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,20 @@ from penstock.cli import (
     tune,
 )
 from penstock.cli import run as batch
+from penstock.cli.ending import Terminated, heeding_sigterm
 from penstock.cli.loading import collect_rarely
 from penstock.errors import PenstockError
 
 _LOAD_A_MODEL = ("chat", "eval", "generate", "profile", "run", "serve", "tune")
 """By `cli.loading` or as it does: the rest may make garbage that holds large tensors."""
 
+_WRITE_A_FOLDER = ("build", "export", "prune")
+"""What is half written is removed when they are asked to end."""
+
+_RANKS = ("-tp", "-pp", "-cp")
+
 INTERRUPTED = 130
+TERMINATED = 143
 BROKEN_PIPE = 141
 
 WELCOME = """\
@@ -70,7 +77,8 @@ class _Program(TyperGroup):
             if console.is_terminal():
                 typer.echo(err=True)  # below what was being shown
             console.note("Stopped.")
-            raise typer.Exit(INTERRUPTED) from interrupt
+            asked = isinstance(interrupt, Terminated)
+            raise typer.Exit(TERMINATED if asked else INTERRUPTED) from interrupt
         except BrokenPipeError as broken:  # the reader of our output has gone: nothing to add
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(BROKEN_PIPE) from broken
@@ -110,13 +118,35 @@ class _Program(TyperGroup):
             explain = getattr(failure, "format_message", None)  # what a wrong command line raises
             if explain is None or console.debugging():
                 raise
-            _usage_error(failure, explain())
+            given = sys.argv[1:] if args is None else args
+            _usage_error(failure, _unknown_ranks(self, failure, given) or explain())
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _is_out_of_memory(failure: Exception) -> bool:
     """torch's allocator raises a plain RuntimeError."""
     return isinstance(failure, MemoryError) or "can't allocate memory" in str(failure)
+
+
+def _unknown_ranks(program: Any, failure: Exception, words: Sequence[str]) -> str | None:
+    """Which commands have `-cp` and its like, where this one doesn't; None: that isn't it.
+
+    The parser takes `-cp` for `-c` and `-p`, and names only the first.
+    """
+    letters: str = getattr(failure, "option_name", "")
+    for word in words:
+        name = word.partition("=")[0]
+        if name in _RANKS and letters in (name, name[:2]):
+            having = ", ".join(sorted(_having(program, name)))
+            return f"No such option: {name}. These have it: {having}"
+    return None
+
+
+def _having(command: Any, option: str, path: str = "") -> list[str]:
+    if any(option in parameter.opts for parameter in command.params):
+        return [path]
+    inner = getattr(command, "commands", {})
+    return [x for n, one in inner.items() for x in _having(one, option, f"{path} {n}".strip())]
 
 
 def _usage_error(failure: Exception, message: str) -> NoReturn:
@@ -157,6 +187,8 @@ def penstock(
     console.show_logs()
     if context.invoked_subcommand in _LOAD_A_MODEL:
         collect_rarely()
+    if context.invoked_subcommand in _WRITE_A_FOLDER:
+        context.with_resource(heeding_sigterm())
     if context.invoked_subcommand is None:
         from rich.console import Console
 

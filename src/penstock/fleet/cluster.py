@@ -15,12 +15,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, MissingExtraError, PenstockError, get_extra
 from penstock.fleet.actor import Order, Server, Started
 from penstock.fleet.needs import Needs, Node
+from penstock.fleet.ray_lines import without_rays_lines
 
 logger = logging.getLogger("penstock.fleet")
 
@@ -203,12 +204,14 @@ def _connect(address: str) -> tuple[Any, Callable[[], dict[str, Any]]]:
         if address not in (AUTO, LOCAL):
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
-        ray.init(
-            address=address,
-            log_to_driver=False,  # instances' lines come another way
-            logging_level=logging.ERROR,
-            **(own if address == LOCAL else {}),
-        )
+        # a cluster that starts here keeps this process's stderr
+        with nullcontext() if address == LOCAL else without_rays_lines():
+            ray.init(
+                address=address,
+                log_to_driver=False,  # instances' lines come another way
+                logging_level=logging.ERROR,
+                **(own if address == LOCAL else {}),
+            )
     except Exception as error:  # of any kind, and C++'s among them
         raise ConfigError(
             f"The Ray cluster {address!r} doesn't answer: {_in_short(str(error))} Start it with "

@@ -22,7 +22,7 @@ from penstock.http1 import ExchangeError
 from penstock.server.answers import broken
 from penstock.server.errors import ApiError
 from penstock.server.keys import Key
-from penstock.server.sse import EventStream, event
+from penstock.server.sse import EventStream, last_event
 
 logger = logging.getLogger("penstock.fleet")
 
@@ -253,13 +253,7 @@ class Passage:
 
     def _explain(self, error: Exception) -> bytes:
         """The last event of an answer that can't be gone on with."""
-        told = broken(error)
-        if self.ask.path == "/v1/messages":
-            return event(told.anthropic(), "error")
-        if self.ask.path == "/v1/responses":
-            said = {"type": "error", "code": told.code, "message": told.message, "param": None}
-            return event(said, "error")
-        return event(told.openai())
+        return last_event(self.ask.path, broken(error))
 
 
 async def watch(worker: Worker, ends: Callable[[], bool]) -> tuple[Exchange, Response]:
@@ -318,4 +312,5 @@ def _said(exchange: Exchange, body: bytes) -> ApiError:
     """An instance's refusal, for the caller."""
     headers = _handed_on(exchange)
     headers.pop("content-type", None)
-    return ApiError(exchange.status, _message(body), code=_code(body), headers=headers)
+    code = _code(body) or exchange.headers.get("x-penstock-code")  # Anthropic's shape has none
+    return ApiError(exchange.status, _message(body), code=code, headers=headers)

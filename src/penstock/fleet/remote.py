@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from penstock import __version__
 from penstock.errors import ConfigError
@@ -21,8 +22,10 @@ logger = logging.getLogger("penstock.fleet")
 
 _LACKING_S = 2.0  # without an actor, until what is free is looked at
 _ENDING_S = 5.0  # for a server to have ended at once, before its actor is
+_LEAVING_S = 5.0  # for Ray to tell that an actor has ended, once it was told to end it
 _CANNOT = 1  # the exit code of one that has said why it can't run
 _LOST = -signal.SIGKILL
+T = TypeVar("T")
 
 
 class RemoteInstance:
@@ -40,6 +43,7 @@ class RemoteInstance:
         self._said = Said(name)
         self._address: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         self._ends: set[asyncio.TimerHandle] = set()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pid: int | None = None
         self.lack = ""
         self.given_up: str | None = None
@@ -65,7 +69,7 @@ class RemoteInstance:
         if self._life.done():
             return
         if self.pid is None:
-            self._actor.kill()
+            self._kill()
             return
         self._actor.end_at_once()
         self._kill_in(_ENDING_S)
@@ -80,21 +84,42 @@ class RemoteInstance:
         await self.ended()
 
     def _kill_in(self, seconds: float) -> None:
-        self._ends.add(asyncio.get_running_loop().call_later(seconds, self._actor.kill))
+        self._ends.add(asyncio.get_running_loop().call_later(seconds, self._kill))
+
+    def _kill(self) -> None:
+        """End the actor; one of which Ray tells nothing then, as it couldn't be told, is lost."""
+        self._actor.kill()
+        self._ends.add(asyncio.get_running_loop().call_later(_LEAVING_S, self._leave))
+
+    def _leave(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
+
+    async def _unless_over(self, asked: Awaitable[T]) -> T:
+        """What the actor answers. Raises LostError where it is no longer waited for."""
+        answer = asyncio.ensure_future(asked)
+        try:
+            both: set[asyncio.Future[Any]] = {answer, self._over}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            raise LostError(f"Ray hasn't told of its end within {_LEAVING_S:g} s.")
+        finally:
+            answer.cancel()
 
     async def _live(self) -> int:
         watch = asyncio.create_task(self._watch())
         try:
-            node = await self._actor.place()
+            node = await self._unless_over(self._actor.place())
             watch.cancel()
             self.lack = ""
             fields = {"worker": self._order.name, "node": node}
             logger.info("placed", extra={"fields": fields})
-            started = await self._actor.start(self._order)
+            started = await self._unless_over(self._actor.start(self._order))
             self.pid = started.pid
             self._address.set_result(Address(started.url, self._order.key))
             while True:
-                lines, code = await self._actor.said()
+                lines, code = await self._unless_over(self._actor.said())
                 for line in lines:
                     self._said.add(line)
                 if code is not None:

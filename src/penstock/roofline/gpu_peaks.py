@@ -25,6 +25,7 @@ from penstock.hardware import (
 )
 from penstock.roofline.peaks import kept_peaks, measure, peaks
 from penstock.roofline.timing import median
+from penstock.roofline.turns import turn
 
 logger = logging.getLogger("penstock")
 
@@ -185,15 +186,19 @@ def gpu_peaks(index: int | None = None, *, calibrate: bool = False) -> GpuPeaks 
     gpu = detect_gpu(index)
     if gpu is None:
         return None
-    kept = None if calibrate else load_gpu_peaks(gpu)
-    if kept is not None:
-        return kept
-    measured = measure_gpu(gpu)
-    try:
-        save_gpu_peaks(gpu, measured)
-    except OSError as error:
-        logger.warning("The measured peaks can't be kept: %s. Set PENSTOCK_CACHE.", error)
-    return measured
+    before = load_gpu_peaks(gpu)
+    if before is not None and not calibrate:
+        return before
+    with turn():
+        now = load_gpu_peaks(gpu)
+        if now is not None and now != before:  # measured meanwhile, by another process
+            return now
+        measured = measure_gpu(gpu)
+        try:
+            save_gpu_peaks(gpu, measured)
+        except OSError as error:
+            logger.warning("The measured peaks can't be kept: %s. Set PENSTOCK_CACHE.", error)
+        return measured
 
 
 # ── of the device that a model runs on ───────────────────────────────────────────────────────

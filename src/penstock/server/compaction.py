@@ -17,17 +17,17 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from threading import Lock
 from typing import Any
 
 from penstock.models.vision.pictures import Picture
 from penstock.server.config import LEAST_THRESHOLD
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
+from penstock.server.remembered import Remembered
 from penstock.server.retention import reserved, text_of
 
 IMPOSSIBLE = "compaction_impossible"
@@ -37,7 +37,6 @@ MOST_PASSES = 64
 _MOST_SUMMARY = 2048  # tokens
 _SHARE = 8  # of the threshold that a summary may have: one in so many
 _PER_TOKEN = 16  # characters that one token has at most, about
-_MOST_REMEMBERED = 1024
 _SYSTEM = ("system", "developer")
 _ASK = "Summarize our conversation so far."
 _INSTRUCTIONS = (
@@ -94,30 +93,6 @@ def _told(summary: str) -> tuple[Message, Message]:
     return Message(role="user", content=_ASK), Message(role="assistant", content=summary)
 
 
-class Remembered:
-    """How far conversations were summarised, by what they were up to then; the latest ones."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: bytes) -> tuple[int, str] | None:
-        """(messages that are summarised, the summary)."""
-        with self._lock:
-            found = self._known.get(key)
-            if found is not None:
-                self._known.move_to_end(key)
-            return found
-
-    def put(self, key: bytes, summarised: int, summary: str) -> None:
-        """Remember it, and forget what was asked for longest ago."""
-        with self._lock:
-            self._known[key] = summarised, summary
-            self._known.move_to_end(key)
-            while len(self._known) > _MOST_REMEMBERED:
-                self._known.popitem(last=False)
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """When a conversation is compacted.
@@ -137,14 +112,15 @@ class Wanted:
 class Writing:
     """How a conversation is written, and how for the model that shall summarise it.
 
-    plain, asking: its messages, one by one. render, ask: their text and tokens. salt: of all else
-    that summaries depend on.
+    plain, asking: its messages, one by one. render, ask: their text and tokens. count: tokens of a
+    text alone. salt: of all else that summaries depend on.
     """
 
     plain: Sequence[Plain]
     asking: Sequence[Plain]
     render: Render
     ask: Render
+    count: Callable[[str], int]
     salt: bytes
 
 
@@ -185,8 +161,9 @@ class Play:
         self.conversation, self.writing, self.wanted = conversation, writing, wanted
         self._remembered, self._max_len, self._reserve = remembered, max_len, reserve
         room = max(max_len - reserved(reserve, max_len), min(max_len - reserve, max_len // 8))
-        self.threshold = min(wanted.threshold, room)  # as far as it can be had beside an answer
-        self.most = max(min(self.threshold // _SHARE, _MOST_SUMMARY), 1)  # tokens of a summary
+        self._room = room  # of a prompt, beside an answer
+        self.threshold = min(wanted.threshold, room)
+        self.most = _most_of(self.threshold)  # tokens of a summary
         self.passes = 0
         self._start = 0  # the first message that no summary stands for
         self._seen = 0  # requests up to here fit, or are as short as can be
@@ -221,18 +198,13 @@ class Play:
         """
         if self._step is None and not self._find():
             return None
-        step = self._step
-        assert step is not None
-        if self.passes >= MOST_PASSES:
+        if self.passes >= MOST_PASSES or (self.passes == 0 and self._needs_too_many()):
             raise self._error(
                 f"The conversation's {len(self._body):,} messages need more than {MOST_PASSES} "
                 f"summaries, each of what fits into {self._max_len:,} tokens. Leave out its oldest "
                 "turns, or send its parts to /v1/responses/compact one after the other."
             )
-        self.passes += 1
-        step.upto = self._as_much_as_fits(step.cut)
-        asked = self._asked(step.upto)
-        return Question(asked, *self.writing.ask(asked))
+        return self._take()
 
     def told(self, summary: str) -> None:
         """The answer."""
@@ -243,6 +215,49 @@ class Play:
             self._step, self._seen = None, step.end
             if not self.wanted.forced:
                 self._remembered.put(self._keys[step.end], self._start, summary)
+
+    def _take(self) -> Question:
+        """The step's next summary."""
+        step = self._step
+        assert step is not None
+        self.passes += 1
+        step.upto = self._as_much_as_fits(step.cut)
+        asked = self._asked(step.upto)
+        return Question(asked, *self.writing.ask(asked))
+
+    def _needs_too_many(self) -> bool:
+        """Whether there would be too many summaries even if all of them were empty.
+
+        By the messages' sizes, without what a template writes around them: some that need a few
+        too many, or have next to nothing in very many messages, are told so only on the way.
+        """
+        if self._before[-1] - self._before[self._start] < MOST_PASSES * self.threshold // 4:
+            return False  # each stands for more than that
+        trial, known = copy(self), dict[int, int]()
+        own = {id(message) for message in (*self.writing.plain, *self.writing.asking)}
+
+        def sized(messages: list[Plain]) -> tuple[str, list[int]]:
+            for message in messages:
+                if id(message) in own and id(message) not in known:
+                    known[id(message)] = self.writing.count(text_of(message))
+            return "", [0] * sum(known.get(id(message), 0) for message in messages)
+
+        assert self._step is not None
+        trial.writing = replace(self.writing, render=sized, ask=sized)
+        trial._remembered, trial._step = Remembered(), replace(self._step)
+        try:
+            while trial.passes < MOST_PASSES:
+                if not trial._goes_on():
+                    return False
+        except ApiError:  # which the conversation itself will come to, or not
+            return False
+        return True
+
+    def _goes_on(self) -> bool:
+        """Whether there is more to summarise, after a summary of nothing."""
+        self._take()
+        self.told("")
+        return self._step is not None or self._find()
 
     # ── which turns ──────────────────────────────────────────────────────────────────────────
 
@@ -323,16 +338,19 @@ class Play:
 
     def _no_room(self, least: int) -> ApiError:
         what = f"the system's messages, tools and a summary of up to {self.most:,} tokens take"
-        if self.threshold == self.wanted.threshold:
-            return self._error(
-                f"{self.wanted.name} is {self.threshold:,} tokens, but {what} {least:,}. Raise it "
-                f"to {2 * least:,} or more, or shorten them."
-            )
-        return self._error(
-            f"Beside an answer of up to {self._reserve:,} tokens a prompt may have "
-            f"{self.threshold:,} of this model's {self._max_len:,}, but {what} {least:,}. Shorten "
-            "them, or ask for a shorter answer."
+        beside = (
+            f"eside an answer of up to {self._reserve:,} tokens a prompt may have "
+            f"{self._room:,} of this model's {self._max_len:,}"
         )
+        if self.threshold < self.wanted.threshold:
+            return self._error(
+                f"B{beside}, but {what} {least:,}. Shorten them, or ask for a shorter answer."
+            )
+        words = f"{self.wanted.name} is {self.threshold:,} tokens, but {what} {least:,}."
+        if least - self.most + _most_of(self._room) > self._room:
+            return self._error(f"{words} Shorten them: b{beside}.")
+        enough = min(2 * least, self._room)
+        return self._error(f"{words} Raise it to {enough:,} or more, or shorten them.")
 
     def _latest_cut(self) -> int | None:
         turns, calls = self._boundaries(len(self._body))
@@ -443,6 +461,11 @@ class Play:
 
     def _error(self, what: str) -> ApiError:
         return ApiError(400, what, param=self.wanted.param, code=IMPOSSIBLE)
+
+
+def _most_of(threshold: int) -> int:
+    """Tokens of a summary beside it."""
+    return max(min(threshold // _SHARE, _MOST_SUMMARY), 1)
 
 
 def _ends(roles: Sequence[str]) -> list[int]:

@@ -52,6 +52,7 @@ class Source:
     """Where a prompt comes from, for errors in the words of its endpoint."""
 
     field: str = "prompt"  # of the request
+    shorten: str = "Shorten it"  # what is to be done with one that is too long
     advice: str = ""  # for one that is too long, beside making it shorter
     generates: bool = True  # so that a token at least must fit behind it
 
@@ -59,14 +60,20 @@ class Source:
 _KEEP_END = "truncate_prompt_tokens: -1 to keep its end"
 _LEAVE_OUT = 'truncation: "auto" to leave out old turns'
 _TOOLS = "Send fewer tools, or shorten their descriptions and schemas."
-COMPLETION = Source("prompt", f", or send {_KEEP_END}")
-EMBEDDING = Source("input", f", or send {_KEEP_END}", generates=False)
-CHAT = Source("messages", f", or send {_KEEP_END}, or {_LEAVE_OUT}")
-RESPONSE = Source("input", f", or send {_LEAVE_OUT}")
+COMPLETION = Source("prompt", advice=f", or send {_KEEP_END}")
+EMBEDDING = Source("input", advice=f", or send {_KEEP_END}", generates=False)
+CHAT = Source("messages", advice=f", or send {_KEEP_END}, or {_LEAVE_OUT}")
+RESPONSE = Source("input", advice=f", or send {_LEAVE_OUT}")
 ANTHROPIC = Source(
-    "messages", ", or start the server with --truncation auto, which leaves out old turns"
+    "messages", advice=", or start the server with --truncation auto, which leaves out old turns"
 )
 CONVERSATION = Source("messages")
+
+
+def left_by_compaction(source: Source) -> Source:
+    """Where older turns were summed up, or would have been."""
+    why = "Only older turns are summed up, and the last one stays as it is: shorten that"
+    return replace(source, shorten=why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,7 @@ class Prompts:
             raise ApiError(
                 400,
                 f"The conversation has {len(messages):,} messages; the model takes "
-                f"{self._max_len:,} tokens. Shorten it{source.advice}.",
+                f"{self._max_len:,} tokens. {source.shorten}{source.advice}.",
                 param=source.field,
                 code="context_length_exceeded",
             )
@@ -409,7 +416,7 @@ class Prompts:
             raise ApiError(
                 400,
                 f"The prompt has {len(text):,} characters; the model takes {self._max_len:,} "
-                f"tokens, and at most {most:,} characters are read. Shorten it.",
+                f"tokens, and at most {most:,} characters are read. {source.shorten}.",
                 param=source.field,
                 code="context_length_exceeded",
             )
@@ -456,7 +463,7 @@ class Prompts:
             raise ApiError(
                 400,
                 f"The prompt has {len(ids):,} tokens, but {generating}only {most:,} fit into this "
-                f"model's {self._max_len:,}. Shorten it{source.advice}.",
+                f"model's {self._max_len:,}. {source.shorten}{source.advice}.",
                 param=source.field,
                 code="context_length_exceeded",
             )

@@ -20,7 +20,6 @@ from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutput
 from penstock.server.admission import Caller, Lanes, Ticket
 from penstock.server.answers import accounted, broken_by
 from penstock.server.called import Called
-from penstock.server.compaction import Remembered
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts, PromptText
 from penstock.server.errors import ApiError, as_api_error
@@ -31,6 +30,7 @@ from penstock.server.merging import merged_of
 from penstock.server.metrics import Metrics
 from penstock.server.protocol.common import EngineFields
 from penstock.server.protocol.structure import structure_error
+from penstock.server.remembered import Remembered
 from penstock.server.sse import Receive, unless_gone
 from penstock.server.tools.plan import Tooling
 from penstock.server.tracing import NoTracer, Tracer

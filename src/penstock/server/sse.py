@@ -39,6 +39,16 @@ def event(data: Any, name: str | None = None) -> bytes:
     return f"{head}data: {dumps(data)}\n\n".encode()
 
 
+def last_event(path: str, error: ApiError) -> bytes:
+    """What ends an answer that breaks off, in the shape of the API at `path`."""
+    if path.startswith("/v1/messages"):
+        return event(error.anthropic(), "error")
+    if path.startswith("/v1/responses"):
+        said = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        return event(said, "error")
+    return event(error.openai())
+
+
 class EventStream(Response):
     """Sends events as they come and stops asking for more when the client has gone.
 

@@ -123,8 +123,8 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: TextFormat | None = None  # what output_config.format was called before
+    context_management: ContextEdits | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "context_management": ({"edits": []},),
         "diagnostics": (),
         "mcp_servers": (),
         "thinking": ({"type": "disabled"},),
@@ -146,7 +146,6 @@ class CountTokensRequest(Body):
         """The same as a chat's: from the last compaction on, which stands for all before it but
         the system's messages. Raises ApiError.
         """
-        system = [] if self.system is None else [Message(role="system", content=self._system)]
         turns, at = list(self.messages), self._compaction
         made, opened = [], Conversation([])
         if at is not None:
@@ -163,7 +162,16 @@ class CountTokensRequest(Body):
         made += [message for turn in turns for message in turn.conversation()]
         if self.cache_control is not None and made:
             made[-1] = made[-1].model_copy(update={"cache_control": self.cache_control})
-        return Conversation([*system, *made], opened.summary)
+        return Conversation([*self._told, *made], opened.summary)
+
+    def uncompacted(self) -> Conversation:
+        """The same with all that was sent: compactions stand for nothing."""
+        made = [message for turn in self.messages for message in turn.conversation()]
+        return Conversation([*self._told, *made])
+
+    @property
+    def _told(self) -> list[Message]:
+        return [] if self.system is None else [Message(role="system", content=self._system)]
 
     @property
     def _compaction(self) -> tuple[int, int] | None:
@@ -222,9 +230,8 @@ class MessagesRequest(CountTokensRequest, EngineFields):
     top_k: int | None = None
     stop_sequences: Some[str] | None = None
     metadata: Metadata | None = None
-    context_management: ContextEdits | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{k: v for k, v in CountTokensRequest.unsupported.items() if k != "context_management"},
+        **CountTokensRequest.unsupported,
         "container": (),
         "inference_geo": (),
         "service_tier": ("auto", "standard_only"),

@@ -11,11 +11,12 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from penstock.engine import RequestOutput
+from penstock.sampling import BeamSearchParams, SamplingParams
 from penstock.server.admission import Caller, Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.compaction import Conversation, Wanted
-from penstock.server.conversation import CHAT
+from penstock.server.conversation import CHAT, PromptText
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.answers import ChatCompletion
 from penstock.server.protocol.chat import ChatRequest, RetentionRatio
@@ -65,7 +66,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     outputs = service.stream(ticket, [work])
     if body.stream:
         chunks = _Chunks(body, caller, work, model, names, how)
-        return stream_response(chunks.events(outputs), outputs)
+        return stream_response(request, chunks.events(outputs), outputs)
     output = await unless_gone(request.receive, last_of(outputs))
     return JSONResponse(_whole(body, caller, work, output, model, names, how))
 
@@ -93,16 +94,18 @@ async def _work(
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
     truncation = "auto" if isinstance(body.truncation, RetentionRatio) else body.truncation
+    when = _wanted(service, body)
     short = await compacted(
         request,
         ticket,
         Conversation(body.messages),
         told,
-        _wanted(service, body),
+        when,
         body=body,
         model=model,
         reserve=limit,
         source=CHAT,
+        check=lambda: _check_sampling(service, body),
         truncation=truncation,
     )
     prompt = await prompt_of_messages(
@@ -114,24 +117,39 @@ async def _work(
         retention=getattr(body.truncation, "retention_ratio", None),
         reserve=limit,
         keep=body.truncate_prompt_tokens,
+        compacts=when is not None,
         spent=short.spent,
     )
     goes_on = body.messages[-1] if rendering.continue_final_message else None
     special = body.skip_special_tokens is not False
     how = answering(service, ticket, plan, prompt, goes_on, skips_special=special)
     form = await sampling_of(service, ticket, how, body.structure)
-    params = body.parameters(
-        service.defaults,
-        {"max_tokens": body.limit_field},
-        n=body.n or 1,
-        max_tokens=service.prompts.limit(prompt, limit, body.limit_field),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        **form,
-    )
+    room = service.prompts.limit(prompt, limit, body.limit_field)
+    params = _params(service, body, room, form)
     options = service.options(ticket.caller, body, prompt, model)
     if body.prediction is not None:
         options = replace(options, prediction=body.prediction.text)
     return Work(prompt, params, options), how
+
+
+def _params(
+    service: Service, body: ChatRequest, limit: int, form: dict[str, Any]
+) -> SamplingParams | BeamSearchParams:
+    return body.parameters(
+        service.defaults,
+        {"max_tokens": body.limit_field},
+        n=body.n or 1,
+        max_tokens=limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **form,
+    )
+
+
+def _check_sampling(service: Service, body: ChatRequest) -> None:
+    """Raises ApiError for what would be refused whatever the prompt."""
+    room = service.prompts.limit(PromptText([]), body.limit, body.limit_field)
+    _params(service, body, room, {})
+    body.structure()
 
 
 def _wanted(service: Service, body: ChatRequest) -> Wanted | None:

@@ -15,7 +15,13 @@ from penstock.errors import RequestError
 from penstock.server.admission import Caller, Ticket
 from penstock.server.answers import broken
 from penstock.server.compaction import Spent
-from penstock.server.conversation import CHAT, PromptText, Rendering, Source
+from penstock.server.conversation import (
+    CHAT,
+    PromptText,
+    Rendering,
+    Source,
+    left_by_compaction,
+)
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
@@ -23,7 +29,7 @@ from penstock.server.protocol.common import Body, SamplingFields
 from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
 from penstock.server.protocol.structure import StructureFields
 from penstock.server.service import Service
-from penstock.server.sse import EventStream, event
+from penstock.server.sse import EventStream, last_event
 from penstock.speculate import DraftCounts
 
 _MOST_CHARACTERS = 10_000
@@ -112,15 +118,17 @@ async def admit(request: Request, caller: Caller, prompts: int = 1, samples: int
 
 
 def stream_response(
-    events: AsyncIterator[bytes], outputs: AsyncGenerator[Any, None] | None = None
+    request: Request,
+    events: AsyncIterator[bytes],
+    outputs: AsyncGenerator[Any, None] | None = None,
 ) -> EventStream:
-    """Events as they come; an error in mid-stream becomes the last of them.
+    """Events as they come; an error in mid-stream becomes the last of them, in its API's shape.
 
     outputs: what they are made of, which ends with them.
     """
 
     def explain(error: Exception) -> bytes:
-        return event(broken(error).openai())
+        return last_event(request.scope["path"], broken(error))
 
     return EventStream(events, explain, outputs)
 
@@ -220,13 +228,14 @@ async def prompt_of_messages(
     reserve: int | None,
     keep: int | None = None,
     source: Source = CHAT,
+    compacts: bool = False,
     spent: Spent | None = None,
 ) -> PromptText:
     """A conversation's prompt, made beside the event loop.
 
-    spent: on summaries in it. The answer's headers say of how many messages one is
-    (`X-Penstock-Compacted-Messages`), and how many were left out to make the prompt fit
-    (`X-Penstock-Dropped-Messages`).
+    compacts: older turns are summed up; spent: on summaries in it. The answer's headers say of how
+    many messages one is (`X-Penstock-Compacted-Messages`), and how many were left out to make the
+    prompt fit (`X-Penstock-Dropped-Messages`).
     """
     service = service_of(request)
     own = rendering.chat_template is not service.config.chat_template  # the caller's
@@ -239,7 +248,7 @@ async def prompt_of_messages(
             retention=retention or service.config.truncation_retention,
             reserve=reserve or 1,
             keep=keep,
-            source=source,
+            source=left_by_compaction(source) if compacts else source,
         ),
         slow=own or any(message.has_pictures for message in messages),
     )

@@ -84,13 +84,15 @@ async def compacted(
     model: str,
     reserve: int | None,
     source: Source,
+    check: Callable[[], object],
     truncation: str | None = None,
 ) -> Compacted:
     """The conversation with a summary in place of its older turns, where it is too long.
 
     The summary is asked for as the request itself would be: of the same model, in the same place of
-    the queue, in the same time. reserve: tokens of the answer. Raises ApiError for what can't be
-    summarised, unless truncation is "auto", which will leave it out.
+    the queue, in the same time. reserve: tokens of the answer. check: of what else the request
+    says, before anything is computed. Raises ApiError for what can't be summarised, unless
+    truncation is "auto", which will leave it out.
     """
     if when is None:
         return Compacted(conversation)
@@ -104,6 +106,7 @@ async def compacted(
     salt = dumps([model, body.cache_salt]).encode()
 
     def begin() -> Play:
+        check()
         service.prompts.check_tools(rendering.telling)
         writing = _writing(service, conversation, rendering, asking, source, salt)
         return Play(
@@ -158,6 +161,7 @@ def _writing(
         plain if same else prompts.plain(conversation.messages, asking, source),
         render,
         lambda messages: prompts.render(messages, asking, source),
+        lambda text: len(prompts.tokenizer.encode(text, add_special_tokens=False)),
         salt + dumps(how).encode(),
     )
 
@@ -223,6 +227,7 @@ async def compact_response(body: CompactRequest, request: Request) -> Response:
         model=model,
         reserve=None,
         source=RESPONSE,
+        check=lambda: None,
     )
     assert made.spent is not None  # or there was an error
     spent, name = made.spent, caller.request_id.removeprefix("resp-")

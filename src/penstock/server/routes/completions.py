@@ -54,7 +54,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     answer = _Answer(service, body, ticket, model, works)
     outputs = service.stream(ticket, works)
     if body.stream:
-        return stream_response(answer.chunks(outputs), outputs)
+        return stream_response(request, answer.chunks(outputs), outputs)
     return JSONResponse(await unless_gone(request.receive, answer.whole(outputs)))
 
 

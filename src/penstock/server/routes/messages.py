@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,6 +18,7 @@ from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
 from penstock.server.compaction import Conversation, Wanted
 from penstock.server.conversation import ANTHROPIC, PromptText, Rendering
+from penstock.server.errors import ApiError
 from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.compaction import compaction_block
@@ -66,16 +68,18 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
     reserve = min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED)
+    when = _wanted(service, body)
     short = await compacted(
         request,
         ticket,
         conversation,
         told,
-        _wanted(service, body),
+        when,
         body=body,
         model=model,
         reserve=reserve,
         source=ANTHROPIC,
+        check=lambda: _check_sampling(service, body),
     )
     prompt = await prompt_of_messages(
         request,
@@ -85,6 +89,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         truncation=None,
         reserve=reserve,
         source=ANTHROPIC,
+        compacts=when is not None,
         spent=short.spent,
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
@@ -94,7 +99,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         block = await service.compute(ticket, lambda: compaction_block(left))
         if body.context_management.pauses:
             paused = _Paused(caller.request_id, model, prompt, block)
-            return paused.streamed() if body.stream else JSONResponse(paused.message())
+            return paused.streamed(request) if body.stream else JSONResponse(paused.message())
     goes_on = conversation.messages[-1] if rendering.continue_final_message else None
     how = answering(service, ticket, plan, prompt, goes_on)
     form = await sampling_of(service, ticket, how, body.structure)
@@ -103,24 +108,43 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     outputs = service.stream(ticket, [work])
     answer = _Answer(caller.request_id, model, work, how, block)
     if body.stream:
-        return stream_response(answer.events(outputs), outputs)
+        return stream_response(request, answer.events(outputs), outputs)
     return JSONResponse(answer.message(await unless_gone(request.receive, last_of(outputs))))
 
 
 @router.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
-async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
-    """How many tokens a conversation's prompt has, whether or not they fit."""
+async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, Any]:
+    """How many tokens a conversation's prompt has, whether or not they fit.
+
+    Compactions that it brings count as what they stand for; none is made for it, as in Anthropic's
+    API. Beside `context_management`: also how many the messages have without them.
+    """
     service = service_of(request)
     service.check_model(body.model)
     ticket = await admit(request, caller_of(request, "count"))
+
     conversation = await conversation_of(service, ticket, body.conversation)
-    messages = conversation.written
-    rendering = _rendering(conversation, service.config.chat_template)
-    rendering = telling(rendering, await plan_of(request, ticket, rendering, body))
-    prompts = service.prompts
-    slow = any(message.has_pictures for message in messages)
-    ids = await service.compute(ticket, lambda: prompts.rendered(messages, rendering), slow=slow)
-    return {"input_tokens": len(ids)}
+
+    async def count(what: Conversation) -> int:
+        messages = what.written
+        rendering = _rendering(what, service.config.chat_template)
+        rendering = telling(rendering, await plan_of(request, ticket, rendering, body))
+        prompts = service.prompts
+        slow = any(message.has_pictures for message in messages)
+        ids = await service.compute(
+            ticket, lambda: prompts.rendered(messages, rendering), slow=slow
+        )
+        return len(ids)
+
+    found: dict[str, Any] = {"input_tokens": await count(conversation)}
+    if body.context_management is None:
+        return found
+    before = found["input_tokens"]
+    if conversation.summary is not None:
+        whole = await conversation_of(service, ticket, body.uncompacted)
+        with suppress(ApiError):  # of a template that can't write turns as they stand there
+            before = max(before, await count(whole) if whole.others else 0)
+    return found | {"context_management": {"original_input_tokens": before}}
 
 
 def _rendering(conversation: Conversation, template: str | None) -> Rendering:
@@ -160,6 +184,12 @@ def _params(
     return fields.sampling(defaults, {"stop": "stop_sequences"}, max_tokens=limit, **form)
 
 
+def _check_sampling(service: Service, body: MessagesRequest) -> None:
+    """Raises ApiError for what would be refused whatever the prompt."""
+    _params(body, service.defaults, body.max_tokens, {})
+    body.structure()
+
+
 def _empty(request_id: str, model: str) -> dict[str, Any]:
     return {
         "id": request_id.replace("-", "_", 1),
@@ -178,7 +208,8 @@ def _tell(name: str, **data: Any) -> bytes:
 
 def _usage(prompt: PromptText, computed: int, kept: int, cached: int, made: int) -> dict[str, Any]:
     """Tokens of the prompt that were computed, kept in the cache and found there, and of the
-    answer. What summaries took isn't among them, as in Anthropic's API: it stands beside them.
+    answer. What summaries took isn't among them, as in Anthropic's API: it stands beside them, as
+    nothing of one that was remembered.
     """
     own = {
         "input_tokens": computed,
@@ -187,7 +218,7 @@ def _usage(prompt: PromptText, computed: int, kept: int, cached: int, made: int)
         "output_tokens": made,
     }
     spent = prompt.spent
-    if spent is None or not spent.passes:
+    if spent is None:
         return own
     summary = {
         "type": "compaction",
@@ -225,7 +256,7 @@ class _Paused:
         said = {"content": [self._block], "stop_reason": "compaction", "usage": self._usage}
         return {**self._empty, **said, **self._more}
 
-    def streamed(self) -> Response:
+    def streamed(self, request: Request) -> Response:
         """The events that build it."""
 
         async def events() -> AsyncIterator[bytes]:
@@ -236,7 +267,7 @@ class _Paused:
             yield _tell("message_delta", delta=delta, usage=self._usage, **self._more)
             yield _tell("message_stop")
 
-        return stream_response(events())
+        return stream_response(request, events())
 
 
 class _Answer:

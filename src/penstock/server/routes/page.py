@@ -18,7 +18,7 @@ static = APIRouter(include_in_schema=False)
 @router.get("/page/events")
 async def events(request: Request) -> Response:
     """The engine at work, for as long as somebody looks."""
-    return stream_response(live.events(service_of(request)))
+    return stream_response(request, live.events(service_of(request)))
 
 
 @static.get("/")

@@ -16,7 +16,7 @@ from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.compaction import Spent
-from penstock.server.conversation import RESPONSE, Rendering
+from penstock.server.conversation import RESPONSE, PromptText, Rendering
 from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.compaction import compaction_item
 from penstock.server.protocol.responses import ResponsesRequest
@@ -55,16 +55,18 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     )
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
+    when = wanted(service, body.context_management)
     short = await compacted(
         request,
         ticket,
         conversation,
         told,
-        wanted(service, body.context_management),
+        when,
         body=body,
         model=model,
         reserve=body.max_output_tokens,
         source=RESPONSE,
+        check=lambda: _check_sampling(service, body),
         truncation=body.truncation,
     )
     prompt = await prompt_of_messages(
@@ -75,18 +77,13 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         truncation=body.truncation,
         reserve=body.max_output_tokens,
         source=RESPONSE,
+        compacts=when is not None,
         spent=short.spent,
     )
     special = body.skip_special_tokens is not False
     how = answering(service, ticket, plan, prompt, skips_special=special)
     form = await sampling_of(service, ticket, how, body.structure)
-    params = body.sampling(
-        service.defaults,
-        {"max_tokens": "max_output_tokens"},
-        max_tokens=service.prompts.limit(prompt, body.max_output_tokens, "max_output_tokens"),
-        logprobs=body.num_logprobs,
-        **form,
-    )
+    params = _params(service, body, prompt, form)
     work = Work(prompt, params, service.options(caller, body, prompt, model))
     item = None
     if short.is_shorter:
@@ -95,8 +92,26 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     answer = _Answer(body, caller.request_id, model, work, service, how, item)
     outputs = service.stream(ticket, [work])
     if body.stream:
-        return stream_response(answer.events(outputs), outputs)
+        return stream_response(request, answer.events(outputs), outputs)
     return JSONResponse(answer.response(await unless_gone(request.receive, last_of(outputs))))
+
+
+def _params(
+    service: Service, body: ResponsesRequest, prompt: PromptText, form: dict[str, Any]
+) -> SamplingParams:
+    return body.sampling(
+        service.defaults,
+        {"max_tokens": "max_output_tokens"},
+        max_tokens=service.prompts.limit(prompt, body.max_output_tokens, "max_output_tokens"),
+        logprobs=body.num_logprobs,
+        **form,
+    )
+
+
+def _check_sampling(service: Service, body: ResponsesRequest) -> None:
+    """Raises ApiError for what would be refused whatever the prompt."""
+    _params(service, body, PromptText([]), {})
+    body.structure()
 
 
 def _name_of(request_id: str) -> str:

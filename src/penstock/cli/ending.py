@@ -1,0 +1,32 @@
+"""SIGTERM for commands that write folders: they end as Ctrl-C ends them, and leave nothing."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+
+class Terminated(KeyboardInterrupt):
+    """The process is asked to end; whatever cleans up after Ctrl-C does so after this."""
+
+
+@contextmanager
+def heeding_sigterm() -> Iterator[None]:
+    """Raise `Terminated` in the main thread at SIGTERM; a second one ends the process at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield  # somebody else's to heed, or to ignore
+        return
+
+    def end(number: int, _: object) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
