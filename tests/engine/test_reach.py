@@ -101,6 +101,8 @@ def by_the_paper(
 NAMES = [
     "llama", "llama3-rope", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "smollm3-window",
     "olmo2", "phi3-long", "gpt-neox", "gpt-oss", "qwen3-moe", "deepseek-v2", "deepseek-v3",
+    "granite", "olmo3", "gemma", "cohere", "cohere2", "glm", "glm4", "starcoder2-full", "exaone4",
+    "ernie4_5",
 ]  # fmt: skip
 
 

@@ -22,7 +22,18 @@ from tests.models.tiny import FAMILIES, make_tiny
 
 LENGTH = 4
 
-ALIKE = ("llama", "qwen2", "smollm3", "olmoe")
+ALIKE = (
+    "llama",
+    "qwen2",
+    "smollm3",
+    "olmoe",
+    "olmo3",
+    "gemma",
+    "cohere",
+    "glm",
+    "seed-oss",
+    "ministral",
+)
 """Families whose kernels others call with the same choices: mistral, qwen3, qwen3-moe."""
 
 

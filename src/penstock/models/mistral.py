@@ -1,4 +1,4 @@
-"""Mistral: Llama with an optional sliding window. Source: Jiang et al., arXiv:2310.06825."""
+"""Mistral and Ministral: Llama with an optional sliding window. Source: arXiv:2310.06825."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from penstock.models.spec import ModelSpec
 from penstock.nn.spec import LayerSpec
 
 
-@register("MistralForCausalLM")
+@register("MistralForCausalLM", "MinistralForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
-    """`config.json` of a Mistral; every layer slides where `sliding_window` isn't null."""
+    """`config.json` of a Mistral or Ministral; every layer slides where `sliding_window` isn't null
+    and `layer_types` says nothing else.
+    """
     c.assume(num_key_value_heads=8, max_position_embeddings=131_072)
     dim = head_dim(c)
     base, mlp = attention(c, rope(c, dim), dim), gated_mlp(c)

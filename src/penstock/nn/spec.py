@@ -165,6 +165,7 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # both blocks read the layer's input (GPT-NeoX)
+    one_norm: bool = False  # of parallel blocks: both read the same normed rows (Command-R)
     scaled: bool = False  # only towers' layers are
 
 
@@ -247,7 +248,9 @@ class DecoderSpec:
     tied: bool = False  # the head is the embedding
     head_bias: bool = False
     embed_scale: float = 1.0
+    embed_scale_rounds: bool = True  # to the dtype that is computed in, as Gemma was trained
     learned_positions: int = 0  # rows of a learned position table, 0: none
     final_softcap: float = 0.0
+    logit_scale: float = 1.0  # of the head's product, taken along by the norm before it
     reach: int = 0  # tokens that one sees at most, where that was chosen; 0: as layers say
     vision: VisionSpec | GridSpec | None = None  # what makes rows of pictures

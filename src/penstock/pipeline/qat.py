@@ -237,6 +237,7 @@ def check_trainable(spec: DecoderSpec, family: str) -> None:
         "layer norms": spec.norm.kind != "rms",
         "learned positions": bool(spec.learned_positions),
         "capped logits": bool(spec.final_softcap),
+        "scaled logits": spec.logit_scale != 1.0,
         "a biased head": spec.head_bias,
     }
     for layer in spec.layers:
