@@ -22,19 +22,11 @@ from tests.models.tiny import FAMILIES, make_tiny
 
 LENGTH = 4
 
-ALIKE = (
-    "llama",
-    "qwen2",
-    "smollm3",
-    "olmoe",
-    "olmo3",
-    "gemma",
-    "cohere",
-    "glm",
-    "seed-oss",
-    "ministral",
-)
-"""Families whose kernels others call with the same choices: mistral, qwen3, qwen3-moe."""
+ALIKE = ("llama", "qwen2", "smollm3", "olmoe", "olmo3", "gemma", "cohere", "glm", "seed-oss")
+ALIKE += ("ministral", "ministral3", "exaone4")
+"""Families whose kernels others call with the same choices: mistral, qwen3, qwen3-moe, olmo2,
+gemma2, cohere2, glm4.
+"""
 
 
 ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite")

@@ -200,6 +200,21 @@ def test_which_layers_of_a_ministral_slide(read: Any) -> None:
     assert [x.attention.window for x in read(keys).decoder.layers] == [0, 0, 0]
 
 
+def test_a_ministral_3_ends_where_its_queries_are_scaled(
+    read: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = newer("ministral3")
+    assert read(keys).decoder.max_position == 2000
+    assert "scaled from position 2,000 on, which isn't built" in caplog.text
+    caplog.clear()
+    del keys["rope_parameters"]["llama_4_scaling_beta"]
+    assert read(keys).decoder.max_position == 2500
+    del keys["rope_parameters"]
+    keys["max_position_embeddings"] = 262_144
+    assert read(keys).decoder.max_position == 16_384
+    assert len(caplog.records) == 1
+
+
 def test_absent_and_null_differ(read: Any) -> None:
     """As in transformers: an absent key has the family's default, null switches off."""
     config = newer("mistral")
@@ -215,7 +230,10 @@ def test_absent_and_null_differ(read: Any) -> None:
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings", *EPSILONS)
-MULTIPLIED = {"granite": {"residual_multiplier": 1.0}}  # or its epsilon isn't as it stands
+OTHERWISE = {  # or its epsilon, or its length, isn't as it stands
+    "granite": {"residual_multiplier": 1.0},
+    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+}
 
 
 @pytest.mark.parametrize(
@@ -242,13 +260,14 @@ MULTIPLIED = {"granite": {"residual_multiplier": 1.0}}  # or its epsilon isn't a
         ("seed-oss", "SeedOssConfig"),
         ("ernie4_5", "Ernie4_5Config"),
         ("ministral", "MinistralConfig"),
+        ("ministral3", "Ministral3Config"),
         ("phi", "PhiConfig"),
         ("stablelm", "StableLmConfig"),
     ],
 )
 def test_absent_keys_are_what_they_are_in_transformers(read: Any, name: str, config: str) -> None:
     keys = {**newer(name), "hidden_size": 512, "num_attention_heads": 32}
-    keys |= MULTIPLIED.get(name, {})
+    keys |= OTHERWISE.get(name, {})
     keys = {key: value for key, value in keys.items() if key not in OWN_DEFAULTS}
     want = getattr(transformers, config)(**keys)
     spec = read(keys).decoder

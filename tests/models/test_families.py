@@ -177,6 +177,7 @@ WITHOUT: list[tuple[str, str, Callable[[DecoderSpec], DecoderSpec]]] = [
     ("exaone4", "window", _attend(window=0)),
     ("ernie4_5", "neighbouring pairs", _turn(interleaved=False)),
     ("ministral", "window", _attend(window=0)),
+    ("ministral3", "yarn's frequencies", _turn(kind="default")),
     ("phi", "share that turns", _turn(rotary_dim=16)),
     ("stablelm", "share that turns", _turn(rotary_dim=16)),
     ("gpt2", "scale by layer", _attend(scale=0.25)),

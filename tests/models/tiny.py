@@ -60,6 +60,13 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
 }
+MINISTRAL3_ROPE = {
+    **YARN_ROPE,
+    "original_max_position_embeddings": 2000,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 OLMO3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": YARN_ROPE,
@@ -157,6 +164,9 @@ CASES: dict[str, Case] = {
     "seed-oss": _case("SeedOss", head_dim=24),
     "ernie4_5": _case("Ernie4_5", head_dim=24, use_bias=True),
     "ministral": _case("Ministral", head_dim=24, sliding_window=19),
+    "ministral3": _case(
+        "Ministral3", head_dim=24, rope_parameters=MINISTRAL3_ROPE, max_position_embeddings=2500
+    ),
     "phi": _case("Phi"),
     "stablelm": _case("StableLm", use_qkv_bias=True),
     "stablelm-parallel": _case("StableLm", use_parallel_residual=True, tie_word_embeddings=True),
@@ -296,13 +306,14 @@ PROMPT_SEEDS = {
     "cohere": 1,
     "cohere2": 1,
     "exaone4": 1,
+    "ministral3": 0,
 }
 """Prompts whose greedy continuation hangs on no rounding; of the others 5 is one."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
 FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
 FAMILIES += ("olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4", "starcoder2")
-FAMILIES += ("exaone4", "seed-oss", "ernie4_5", "ministral", "phi", "stablelm")
+FAMILIES += ("exaone4", "seed-oss", "ernie4_5", "ministral", "ministral3", "phi", "stablelm")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 
 

@@ -81,6 +81,7 @@ _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "llava": "LlavaForConditionalGeneration",
     "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",

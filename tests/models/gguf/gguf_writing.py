@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
+    "Ministral3ForCausalLM": "mistral3",
     "Olmo3ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "GemmaForCausalLM": "gemma",
@@ -178,6 +179,9 @@ def write_config(
     if arch in ("command-r", "cohere2"):
         writer.add_logit_scale(c.logit_scale)
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if arch == "stablelm":
         writer.add_parallel_residual(c.use_parallel_residual)
     experts = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
@@ -342,7 +346,9 @@ def _conversion(
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """(what a converter does to a tensor, how a reader undoes it)."""
     heads = c.num_attention_heads
-    if arch in ("llama", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
+    if arch in ("llama", "smollm3", "granite", "mistral3") and (
+        "q_proj" in name or "k_proj" in name
+    ):
         count = heads if "q_proj" in name else c.num_key_value_heads
         return (
             lambda t: t.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2),

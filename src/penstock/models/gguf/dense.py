@@ -131,6 +131,22 @@ def _ernie4_5(m: Metadata, c: Container) -> Config:
     return config
 
 
+def _mistral3(m: Metadata, c: Container) -> Config:
+    config = rms_model(m, c, "Ministral3ForCausalLM")
+    check_scale(m, config)
+    scaling = config.pop("rope_scaling", {"rope_type": "default"})
+    sharp = m.number(m.own("rope.scaling.yarn_log_multiplier"), 0.0)
+    if sharp and scaling["rope_type"] == "yarn":
+        scaling |= {"mscale": sharp, "mscale_all_dim": sharp}
+    beta = m.number(m.own("attention.temperature_scale"), 0.0)
+    if beta:
+        scaling["llama_4_scaling_beta"] = beta
+        scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    config["rope_parameters"] = scaling | {"rope_theta": config.pop("rope_theta")}
+    config["sliding_window"] = m.integer(m.own("attention.sliding_window"), 0) or None
+    return config
+
+
 def _stablelm(m: Metadata, c: Container) -> Config:
     config = _layer_norms(m, c, "StableLmForCausalLM")
     del config["attention_bias"]
@@ -177,6 +193,7 @@ DENSE: dict[str, Architecture] = {
         | {"post_attention_norm": f"{LAYER}post_attention_layernorm"},
     ),
     "ernie4_5": Architecture(_ernie4_5, _USUAL),
+    "mistral3": Architecture(_mistral3, _USUAL, rotated=QK),
     "stablelm": Architecture(_stablelm, _USUAL),
     "phi2": Architecture(_phi2, OUTER | ATTENTION | _ONE_NORM | _PHI2),
 }
