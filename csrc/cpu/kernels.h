@@ -33,7 +33,7 @@ struct nibbles {  // two values
 };
 
 // swiglu_oai has a gate only: gpt-oss clamps both of its sides. ops/linear.py.
-enum class Activation : int { none, silu, gelu, gelu_tanh, swiglu_oai, quick_gelu };
+enum class Activation : int { none, silu, gelu, gelu_tanh, swiglu_oai, quick_gelu, relu2 };
 
 // What a weight's panels hold. int8_zero: int8 whose groups have zero points. levels: four bits that
 // index a table; nvfp4: the same, each 16 values with a fine scale of E4M3. q4_k, q5_k, q6_k: records

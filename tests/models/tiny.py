@@ -167,6 +167,7 @@ CASES: dict[str, Case] = {
     "ministral3": _case(
         "Ministral3", head_dim=24, rope_parameters=MINISTRAL3_ROPE, max_position_embeddings=2500
     ),
+    "arcee": _case("Arcee", mlp_bias=True),
     "phi": _case("Phi"),
     "stablelm": _case("StableLm", use_qkv_bias=True),
     "stablelm-parallel": _case("StableLm", use_parallel_residual=True, tie_word_embeddings=True),
@@ -314,6 +315,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long
 FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
 FAMILIES += ("olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4", "starcoder2")
 FAMILIES += ("exaone4", "seed-oss", "ernie4_5", "ministral", "ministral3", "phi", "stablelm")
+FAMILIES += ("arcee",)
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 
 

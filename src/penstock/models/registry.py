@@ -20,6 +20,7 @@ from penstock.models.spec import ModelSpec
 Reader = Callable[[ConfigReader], ModelSpec]
 
 _FAMILIES = (
+    "arcee",
     "cohere",
     "deepseek_v2",
     "deepseek_v3",
@@ -58,6 +59,7 @@ _FAMILIES = (
 _readers: dict[str, Reader] = {}
 
 _MODEL_TYPES = {
+    "arcee": "ArceeForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",

@@ -140,7 +140,7 @@ class MlpSpec:
     """Feed-forward block: down(act(gate) · up), or down(act(up)) when not gated."""
 
     intermediate: int  # of each expert, where there are some
-    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu", "relu2"] = "silu"
     gated: bool = True
     bias: bool = False
     experts: ExpertsSpec | None = None  # blocks of this kind, of which tokens take a few

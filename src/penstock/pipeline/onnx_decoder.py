@@ -233,6 +233,9 @@ class DecoderWriter:
         g = self.g
         if kind == "silu":
             return g.op("Mul", x, g.op("Sigmoid", x))
+        if kind == "relu2":
+            kept = g.op("Relu", x)
+            return g.op("Mul", kept, kept)
         if kind == "gelu":
             inner = g.op("Erf", g.op("Mul", x, g.real(0.5**0.5)))
         elif kind == "gelu_tanh":

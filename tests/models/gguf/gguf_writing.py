@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3",
+    "ArceeForCausalLM": "arcee",
     "Olmo3ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "GemmaForCausalLM": "gemma",
@@ -346,7 +347,7 @@ def _conversion(
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """(what a converter does to a tensor, how a reader undoes it)."""
     heads = c.num_attention_heads
-    if arch in ("llama", "smollm3", "granite", "mistral3") and (
+    if arch in ("llama", "smollm3", "granite", "mistral3", "arcee") and (
         "q_proj" in name or "k_proj" in name
     ):
         count = heads if "q_proj" in name else c.num_key_value_heads

@@ -69,6 +69,12 @@ def _olmo2(m: Metadata, c: Container) -> Config:
     return config
 
 
+def _arcee(m: Metadata, c: Container) -> Config:
+    config = with_biases(c, rms_model(m, c, "ArceeForCausalLM"))
+    check_scale(m, config)
+    return config
+
+
 def _gemma(m: Metadata, c: Container) -> Config:
     config = rms_model(m, c, "GemmaForCausalLM")
     check_scale(m, config)
@@ -178,6 +184,7 @@ _USUAL = OUTER | ATTENTION | MLP | NORMS
 DENSE: dict[str, Architecture] = {
     "granite": Architecture(_granite, _USUAL, rotated=QK),
     "olmo2": Architecture(_olmo2, OUTER | ATTENTION | MLP | QK_NORMS | _POST_NORMS),
+    "arcee": Architecture(_arcee, _USUAL, rotated=QK),
     "gemma": Architecture(_gemma, _USUAL, norm_shift=1.0),
     "command-r": Architecture(_command_r, OUTER | ATTENTION | MLP | _ONE_NORM),
     "cohere2": Architecture(_cohere2, OUTER | ATTENTION | MLP | _ONE_NORM),
