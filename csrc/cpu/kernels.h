@@ -233,6 +233,7 @@ struct RotaryCacheArgs {
   const float* q_norm;  // [dim], may be null
   const float* k_norm;
   bool norm_all;  // over all heads together: q_norm [heads · dim], k_norm [kv_heads · dim]
+  bool weighs_turned;  // norms' weights multiply heads once they are rotated
   float eps;
   const float* cos_sin;  // [positions, rotary_dim], may be null
   int64_t num_positions, rotary_dim;

@@ -251,6 +251,7 @@ def test_what_it_chooses() -> None:
     [
         ("gpt2", "has a learned embedding for each position"),
         ("mistral", "changes nothing: this model's layers see 19 tokens at most"),
+        ("hunyuan", "weighs keys once they are turned"),
     ],
 )
 def test_models_that_it_is_not_for(model: str, said_of_it: str, tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ WITHOUT: list[tuple[str, str, Callable[[DecoderSpec], DecoderSpec]]] = [
     ("ernie4_5", "neighbouring pairs", _turn(interleaved=False)),
     ("ministral", "window", _attend(window=0)),
     ("ministral3", "yarn's frequencies", _turn(kind="default")),
+    ("hunyuan", "norms after the rotation", _attend(qk_norm="head")),
     ("phi", "share that turns", _turn(rotary_dim=16)),
     ("stablelm", "share that turns", _turn(rotary_dim=16)),
     ("gpt2", "scale by layer", _attend(scale=0.25)),

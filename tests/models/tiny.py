@@ -60,6 +60,7 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
 }
+ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 30.0}
 MINISTRAL3_ROPE = {
     **YARN_ROPE,
     "original_max_position_embeddings": 2000,
@@ -168,6 +169,10 @@ CASES: dict[str, Case] = {
         "Ministral3", head_dim=24, rope_parameters=MINISTRAL3_ROPE, max_position_embeddings=2500
     ),
     "arcee": _case("Arcee", mlp_bias=True),
+    "hunyuan": _case("HunYuanDenseV1", head_dim=24),
+    "hunyuan-alpha": _case(
+        "HunYuanDenseV1", head_dim=16, rope_parameters=ALPHA_ROPE, tie_word_embeddings=True
+    ),
     "phi": _case("Phi"),
     "stablelm": _case("StableLm", use_qkv_bias=True),
     "stablelm-parallel": _case("StableLm", use_parallel_residual=True, tie_word_embeddings=True),
@@ -315,7 +320,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long
 FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
 FAMILIES += ("olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4", "starcoder2")
 FAMILIES += ("exaone4", "seed-oss", "ernie4_5", "ministral", "ministral3", "phi", "stablelm")
-FAMILIES += ("arcee",)
+FAMILIES += ("arcee", "hunyuan")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 
 

@@ -48,6 +48,13 @@ class Norm(Loadable):
         return ops.rms_norm(x, weight, self.spec.eps)
 
 
+class TurnedNorm(Norm):
+    """A head's norm, whose weights are for what is rotated (`ops.rotary_cache`): [1, D]."""
+
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        self.own(name, as_float32(tensor)[None] + self.spec.offset)
+
+
 class Scale(Loadable):
     """A weight for each channel of what a block gives.
 

@@ -65,7 +65,8 @@ class AttentionSpec:
     rope: RopeSpec | None  # None: no rotation in this layer
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"  # over one head, or all heads together
+    qk_norm: Literal["none", "head", "full", "turned"] = "none"  # over one head, or all heads
+    # together; turned: over one head, by weights that multiply it after its rotation
     window: int = 0  # 0: sees everything before it
     sink_tokens: int = 0  # the first of a sequence, seen beside the window from any distance
     softcap: float = 0.0  # 0: none

@@ -115,11 +115,20 @@ class DecoderWriter:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self._linear(f"{name}.qkv", module.qkv, x)
         q, k, v = g.split(qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
-        q = self._heads(q, heads, dim, module.q_norm, f"{name}.q_norm")
-        k = self._heads(k, kv_heads, dim, module.k_norm, f"{name}.k_norm")
+        norms = {"q": module.q_norm, "k": module.k_norm}
+        later = norms if spec.qk_norm == "turned" else {}
+        first = dict.fromkeys(norms) if later else norms
+        q = self._heads(q, heads, dim, first["q"], f"{name}.q_norm")
+        k = self._heads(k, kv_heads, dim, first["k"], f"{name}.k_norm")
         v = self._heads(v, kv_heads, dim, None, "")
         if module.table is not None:
             q, k = self._rotate(q, module.table, dim), self._rotate(k, module.table, dim)
+        if later:
+            q, k = (
+                self._rms(g.weight(f"{name}.{n}_norm", later[n].parameter("weight")[0]), x,
+                          later[n].spec.eps)
+                for n, x in (("q", q), ("k", k))
+            )  # fmt: skip
         shape: list[int | str] = ["batch_size", kv_heads, "past_sequence_length", dim]
         whole: list[int | str] = [*shape]
         whole[2] = "past_sequence_length + sequence_length"

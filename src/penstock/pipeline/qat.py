@@ -251,6 +251,7 @@ def check_trainable(spec: DecoderSpec, family: str) -> None:
         lacking["long rope"] = a.rope is not None and a.rope.kind == "longrope"
         lacking["capped scores or sinks"] = bool(a.softcap) or a.sinks
         lacking["norms over all heads"] = a.qk_norm == "full"
+        lacking["norms after a rotation"] = a.qk_norm == "turned"
         if found := [name for name, there in lacking.items() if there]:
             raise UnsupportedModelError(
                 f"{family!r} has {', '.join(found)}, which training isn't built for "

@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3",
     "ArceeForCausalLM": "arcee",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "Olmo3ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "GemmaForCausalLM": "gemma",
@@ -141,7 +142,8 @@ def write_config(
     if arch == "llama":
         writer.add_vocab_size(c.vocab_size)
     everywhere = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(everywhere["rope_theta"])
+    stretched = everywhere.get("alpha", 1.0) ** (dim / (dim - 2))
+    writer.add_rope_freq_base(everywhere["rope_theta"] * stretched)
     writer.add_rope_dimension_count(int(dim * everywhere.get("partial_rotary_factor", 1.0)))
     kind = everywhere.get("rope_type")
     if kind in ("linear", "yarn"):

@@ -32,7 +32,7 @@ FAMILIES = [
     "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-groups",
     "deepseek-v3", "glm4-moe", "glm4-moe-lite", "olmo3", "granite", "gemma", "cohere", "cohere2",
     "glm4", "starcoder2-full", "exaone4", "exaone4-full", "seed-oss", "ernie4_5", "phi", "stablelm",
-    "stablelm-parallel", "ministral3", "arcee",
+    "stablelm-parallel", "ministral3", "arcee", "hunyuan",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}

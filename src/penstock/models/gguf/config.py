@@ -35,6 +35,7 @@ _MODEL_TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "Gemma3ForCausalLM": "gemma3_text",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "Ministral3ForCausalLM": "ministral3",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",

@@ -28,6 +28,7 @@ from penstock.models.gguf.parts import (
 _POST_NORMS = {name: at for name, at in SANDWICH.items() if name.startswith("post_")}
 _ONE_NORM = {"attn_norm": NORMS["attn_norm"]}
 _TWO_MATRICES = {f"ffn_{x}": f"{LAYER}mlp.{at}" for x, at in (("up", "c_fc"), ("down", "c_proj"))}
+_HUNYUAN_NORMS = {f"attn_{x[0]}_norm": f"{LAYER}self_attn.{x}_layernorm" for x in ("query", "key")}
 _GLM4 = {
     "ffn_up": f"{LAYER}mlp.gate_up_proj",
     "ffn_down": f"{LAYER}mlp.down_proj",
@@ -94,6 +95,13 @@ def _cohere2(m: Metadata, c: Container) -> Config:
     window, layers = m.integer(m.own("attention.sliding_window"), 0), config["num_hidden_layers"]
     config["layer_types"] = sliding_layers(m, layers, window, 4)
     config["sliding_window"] = window or None
+    return config
+
+
+def _hunyuan(m: Metadata, c: Container) -> Config:
+    config = rms_model(m, c, "HunYuanDenseV1ForCausalLM")
+    check_scale(m, config)
+    config["attention_bias"] = "blk.0.attn_q.bias" in c.tensors
     return config
 
 
@@ -188,6 +196,7 @@ DENSE: dict[str, Architecture] = {
     "gemma": Architecture(_gemma, _USUAL, norm_shift=1.0),
     "command-r": Architecture(_command_r, OUTER | ATTENTION | MLP | _ONE_NORM),
     "cohere2": Architecture(_cohere2, OUTER | ATTENTION | MLP | _ONE_NORM),
+    "hunyuan-dense": Architecture(_hunyuan, _USUAL | _HUNYUAN_NORMS),
     "glm4": Architecture(_glm4, OUTER | ATTENTION | NORMS | _GLM4),
     "starcoder2": Architecture(_starcoder2, OUTER | ATTENTION | NORMS | _TWO_MATRICES),
     "exaone4": Architecture(_exaone4, OUTER | ATTENTION | MLP | QK_NORMS | _POST_NORMS),
