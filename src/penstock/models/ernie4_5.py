@@ -15,9 +15,9 @@ from penstock.models.spec import ModelSpec
 from penstock.nn.spec import LayerSpec
 
 
-@register("Ernie4_5ForCausalLM")
+@register("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
-    """`config.json` of an ERNIE 4.5 without experts."""
+    """`config.json` of an ERNIE 4.5 without experts, under its present or its first name."""
     c.assume(num_key_value_heads=2, max_position_embeddings=131_072, head_dim=128)
     dim, bias = head_dim(c), c.flag("use_bias", False)
     rotation = replace(rope(c, dim, theta=500_000.0), interleaved=True)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tiny import CASES, YARN_ROPE, Sequence, make_model
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.models import load_model
 from penstock.models.gguf.architectures import ARCHITECTURES
 from penstock.models.gguf.blocks import BLOCKS
@@ -152,6 +152,23 @@ def test_what_first_files_leave_out(
     container = SimpleNamespace(tensors=dict.fromkeys(map(str, range(99))), path="a.gguf")
     found = ARCHITECTURES["deepseek2"].read_config(m, container)  # type: ignore[arg-type]
     assert (*found["architectures"], found["n_group"], found["topk_group"]) == expected
+
+
+def test_a_command_r_with_norms_of_queries_is_refused(tmp_path: Path) -> None:
+    """As its config.json is: Command-R+."""
+    model = make("cohere")
+    norms = {f"model.layers.0.self_attn.{x}_norm.weight": torch.ones(16) for x in "qk"}
+    whole_state = model.state_dict
+    model.state_dict = lambda: whole_state() | norms
+    write_model(model, tmp_path / "m.gguf", whole(Kind.F32))
+    with pytest.raises(UnsupportedModelError, match="use_qk_norm=True"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_sliding_olmo2_is_an_olmo3(tmp_path: Path) -> None:
+    write_model(make("olmo3"), tmp_path / "3.gguf", whole(Kind.F32))
+    write_model(make("olmo2"), tmp_path / "2.gguf", whole(Kind.F32))
+    assert [load_model(tmp_path / f"{n}.gguf").spec.family for n in (2, 3)] == ["olmo2", "olmo3"]
 
 
 def test_quantized_heads_of_latents_are_told_of(
