@@ -33,7 +33,7 @@ struct nibbles {  // two values
 };
 
 // swiglu_oai has a gate only: gpt-oss clamps both of its sides. ops/linear.py.
-enum class Activation : int { none, silu, gelu, gelu_tanh, swiglu_oai, quick_gelu };
+enum class Activation : int { none, silu, gelu, gelu_tanh, swiglu_oai, quick_gelu, relu2 };
 
 // What a weight's panels hold. int8_zero: int8 whose groups have zero points. levels: four bits that
 // index a table; nvfp4: the same, each 16 values with a fine scale of E4M3. q4_k, q5_k, q6_k: records
@@ -233,6 +233,7 @@ struct RotaryCacheArgs {
   const float* q_norm;  // [dim], may be null
   const float* k_norm;
   bool norm_all;  // over all heads together: q_norm [heads · dim], k_norm [kv_heads · dim]
+  bool weighs_turned;  // norms' weights multiply heads once they are rotated
   float eps;
   const float* cos_sin;  // [positions, rotary_dim], may be null
   int64_t num_positions, rotary_dim;

@@ -8,14 +8,14 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// x [dim] as floats, times `scale` and its weights where there are any; `out` has room for a
+// x [dim] as floats, times `scale`, and its weights where there are any; `out` has room for a
 // multiple of 16.
 template <typename T>
 void take_head(const T* x, int64_t dim, const float* weight, F16 scale, float* out) {
   for (int64_t j = 0; j < dim; j += 16) {
     const int c = dim - j < 16 ? static_cast<int>(dim - j) : 16;
     const F16 v = load_some(x + j, c);
-    store(out + j, weight ? v * scale * load_first(weight + j, c) : v);
+    store(out + j, weight ? v * scale * load_first(weight + j, c) : v * scale);
   }
 }
 
@@ -23,12 +23,13 @@ void take_head(const T* x, int64_t dim, const float* weight, F16 scale, float* o
 template <typename T, typename Body>
 void each_head(const RotaryCacheArgs& a, const T* x, int64_t heads, int64_t dim, const float* norm,
                float* head, Body body) {
-  F16 scale = zero();
+  F16 scale = set1(1.0f);
+  const bool weighs = norm && !a.weighs_turned;
   if (norm && a.norm_all) scale = inverse_deviation(x, heads * dim, 0.0f, a.eps);
   for (int64_t h = 0; h < heads; h++) {
     const T* from = x + h * dim;
     if (norm && !a.norm_all) scale = inverse_deviation(from, dim, 0.0f, a.eps);
-    take_head(from, dim, norm ? norm + (a.norm_all ? h * dim : 0) : nullptr, scale, head);
+    take_head(from, dim, weighs ? norm + (a.norm_all ? h * dim : 0) : nullptr, scale, head);
     body(h);
   }
 }
@@ -243,6 +244,16 @@ void round_full_groups(const RotaryCacheArgs& a, int threads) {
   });
 }
 
+// A head, normalised: rotated, and weighed where that comes after.
+void turn_head(const RotaryCacheArgs& a, const float* cos_sin, const float* norm, float* head) {
+  if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
+  if (!norm || !a.weighs_turned) return;
+  for (int64_t j = 0; j < a.dim; j += 16) {
+    const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
+    store(head + j, load(head + j) * load_first(norm + j, c));
+  }
+}
+
 // The angles of a position.
 const float* angles(const RotaryCacheArgs& a, int64_t position) {
   return a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr;
@@ -255,7 +266,7 @@ void turn_queries(const RotaryCacheArgs& a, int64_t t, int64_t position, T* out,
   const T* q = static_cast<const T*>(a.q) + t * a.stride;
   const int64_t group = a.heads / a.kv_heads;
   each_head(a, q, a.heads, a.dim, a.q_norm, head, [&](int64_t h) {
-    if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
+    turn_head(a, cos_sin, a.q_norm, head);
     const float* from = in_basis(a, 0, h / group, head, head + a.dim + 16);
     for (int64_t j = 0; j < a.kept; j += 16)
       store_some(out + h * a.kept + j, load(from + j),
@@ -280,7 +291,7 @@ void one_slot(const RotaryCacheArgs& a, int64_t t, int64_t slot, float* head) {
   const int64_t block = slot / a.block_size, offset = slot % a.block_size;
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
   each_head(a, key, a.kv_heads, a.dim, a.k_norm, head, [&](int64_t h) {
-    if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
+    turn_head(a, cos_sin, a.k_norm, head);
     float* own = in_basis(a, 1, h, head, head + a.dim + 16);
     if (a.recent.slots) return keep_head<Key>(a, own, a.recent.keys, h, slot);
     write_head<T>(a, own, Key{}, {block, h, offset});

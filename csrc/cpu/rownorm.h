@@ -79,6 +79,10 @@ static inline F16 activate(F16 x, Activation kind) {
     }
     case Activation::quick_gelu:
       return x / (set1(1.0f) + exp(x * set1(-1.702f)));
+    case Activation::relu2: {
+      const F16 kept = max(zero(), x);  // in this order a NaN x stays NaN
+      return kept * kept;
+    }
     case Activation::none:
       break;
   }

@@ -186,6 +186,9 @@ RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_nor
   a.norm_all = q_norm && q_norm->numel() != a.dim;
   a.q_norm = floats(q_norm, a.norm_all ? heads * a.dim : a.dim, "rotary_cache: q_norm");
   a.k_norm = floats(k_norm, a.norm_all ? a.kv_heads * a.dim : a.dim, "rotary_cache: k_norm");
+  a.weighs_turned = q_norm && q_norm->dim() == 2;
+  STD_TORCH_CHECK((k_norm && k_norm->dim() == 2) == a.weighs_turned,
+                  "rotary_cache: q_norm and k_norm have weights at different places");
   a.eps = static_cast<float>(eps);
   if (cos_sin) {
     a.cos_sin = floats(*cos_sin, cos_sin->numel(), "rotary_cache: cos_sin");

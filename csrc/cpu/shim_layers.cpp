@@ -182,8 +182,8 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
 }
 
 static void check_activation(int64_t activation, bool gated, const char* what) {
-  STD_TORCH_CHECK(activation >= 0 && activation <= 5, what, ": activation ", activation,
-                  " isn't one of 0 (none) to 5");
+  STD_TORCH_CHECK(activation >= 0 && activation <= 6, what, ": activation ", activation,
+                  " isn't one of 0 (none) to 6");
   STD_TORCH_CHECK(activation != 4 || gated, what, ": activation 4 comes with a gate");
 }
 

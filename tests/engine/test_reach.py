@@ -101,6 +101,8 @@ def by_the_paper(
 NAMES = [
     "llama", "llama3-rope", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "smollm3-window",
     "olmo2", "phi3-long", "gpt-neox", "gpt-oss", "qwen3-moe", "deepseek-v2", "deepseek-v3",
+    "granite", "olmo3", "gemma", "cohere", "cohere2", "glm", "glm4", "starcoder2-full", "exaone4",
+    "ernie4_5",
 ]  # fmt: skip
 
 
@@ -249,6 +251,7 @@ def test_what_it_chooses() -> None:
     [
         ("gpt2", "has a learned embedding for each position"),
         ("mistral", "changes nothing: this model's layers see 19 tokens at most"),
+        ("hunyuan", "weighs keys once they are turned"),
     ],
 )
 def test_models_that_it_is_not_for(model: str, said_of_it: str, tmp_path: Path) -> None:

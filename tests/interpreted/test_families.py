@@ -24,8 +24,11 @@ LENGTH = 4
 PROMPT = 30
 """Tokens: beyond all windows but Phi-3's, and the answer begins a block."""
 
-ALIKE = ("llama", "qwen2", "smollm3", "olmoe")
-"""Families whose kernels others call with the same choices: mistral, qwen3, qwen3-moe."""
+ALIKE = ("llama", "qwen2", "smollm3", "olmoe", "olmo3", "gemma", "cohere", "glm", "seed-oss")
+ALIKE += ("ministral", "ministral3", "exaone4")
+"""Families whose kernels others call with the same choices: mistral, qwen3, qwen3-moe, olmo2,
+gemma2, cohere2, glm4.
+"""
 
 
 ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", *STATED)

@@ -17,7 +17,10 @@ from penstock.kernels import native
 
 ADAPTED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2", "smollm3",
-    "gpt-neox", "gpt-neox-serial",
+    "gpt-neox", "gpt-neox-serial", "olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4",
+    "starcoder2", "exaone4", "seed-oss", "ernie4_5", "ministral", "phi", "stablelm",
+    "arcee", "hunyuan",
+    "stablelm-parallel",
 )  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
 

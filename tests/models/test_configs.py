@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import transformers
 from published import PUBLISHED as DENSE
+from published_dense import PUBLISHED_DENSE
 from published_experts import PUBLISHED_EXPERTS
 from published_states import PUBLISHED_STATES
 from tiny import CASES, GEMMA3_ROPE
@@ -19,7 +20,7 @@ from penstock.errors import ModelNotFoundError, UnsupportedModelError
 from penstock.models import ModelSpec, architectures, read_spec
 from penstock.nn import DeltaSpec, ExpertsSpec, LatentSpec
 
-PUBLISHED = DENSE | PUBLISHED_EXPERTS | PUBLISHED_STATES
+PUBLISHED = DENSE | PUBLISHED_DENSE | PUBLISHED_EXPERTS | PUBLISHED_STATES
 
 FULL, SLIDES = "full_attention", "sliding_attention"
 
@@ -54,7 +55,9 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     ropes = config.pop("rope_parameters", None)
     if ropes is None:
         return config
-    if FULL in ropes:
+    if config["model_type"] == "olmo3":
+        ropes = ropes[FULL]
+    elif FULL in ropes:
         config["rope_local_base_freq"] = ropes[SLIDES]["rope_theta"]
         ropes = ropes[FULL]
     base = "rotary_emb_base" if config["model_type"] == "gpt_neox" else "rope_theta"
@@ -76,6 +79,10 @@ def test_both_spellings_say_the_same(read: Any, name: str) -> None:
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
 
 
+TIED = ("gemma", "gemma2", "gemma3", "smollm3", "gpt2", "cohere", "cohere2", "starcoder2")
+"""Families whose head is the embedding where config.json says nothing."""
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_have_no_unread_key(read: Any, name: str) -> None:
     config, spec = PUBLISHED[name], read(PUBLISHED[name])
@@ -87,9 +94,7 @@ def test_published_configs_have_no_unread_key(read: Any, name: str) -> None:
     assert attention.num_kv_heads == config.get("num_key_value_heads", heads)
     dim = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
     assert attention.head_dim == (dim or config.get("head_dim", hidden // heads))
-    assert spec.decoder.tied is config.get(
-        "tie_word_embeddings", spec.family in ("gemma2", "gemma3", "smollm3", "gpt2")
-    )
+    assert spec.decoder.tied is config.get("tie_word_embeddings", spec.family in TIED)
     assert spec.dtype == config.get("torch_dtype")
 
 
@@ -150,6 +155,77 @@ def test_what_is_special_about_published_configs(read: Any) -> None:
     assert (oss[0].mlp.activation, oss[0].mlp.bias) == ("swiglu_oai", True)
 
 
+def test_what_is_special_about_later_ones(read: Any) -> None:
+    def decoder(name: str) -> Any:
+        return read(PUBLISHED[name]).decoder
+
+    granite = decoder("granite-3.3-8b-instruct")
+    assert granite.layers[0].attention.scale == 1 / 128
+    assert granite.embed_scale == 12 / 0.22 and not granite.embed_scale_rounds
+    assert (granite.logit_scale, granite.norm.eps) == (1 / 16, 1e-5 / 0.22**2)
+    olmo = decoder("Olmo-3-7B-Instruct").layers
+    assert [x.attention.window for x in olmo] == [*[4096] * 3, 0] * 8
+    kinds = {(x.attention.window, x.attention.rope.kind, x.attention.rope.theta) for x in olmo}
+    assert kinds == {(4096, "default", 5e5), (0, "yarn", 5e5)}
+    gemma = decoder("gemma-2b")
+    assert gemma.layers[0].mlp.activation == "gelu_tanh" and gemma.norm.offset == 1.0
+    command = decoder("c4ai-command-r-v01")
+    assert (command.logit_scale, command.max_position) == (0.0625, 131_072)
+    assert command.layers[0].parallel and command.layers[0].one_norm
+    assert command.layers[0].attention.rope.interleaved
+    small = decoder("c4ai-command-r7b-12-2024").layers
+    assert [x.attention.window for x in small] == [*[4096] * 3, 0] * 8
+    assert [x.attention.rope is None for x in small] == [*[False] * 3, True] * 8
+    glm, later = decoder("glm-4-9b-chat-hf"), decoder("GLM-4-9B-0414")
+    assert {x.layers[0].attention.rope.rotary_dim for x in (glm, later)} == {64}
+    assert (glm.layers[0].post_norm, later.layers[0].post_norm) == (False, True)
+    assert later.layers[0].attention.qkv_bias and not later.layers[0].attention.out_bias
+    star = decoder("starcoder2-3b").layers[0]
+    assert (star.attention.window, star.mlp.gated, star.mlp.activation) == (
+        4096,
+        False,
+        "gelu_tanh",
+    )
+    exaone = decoder("EXAONE-4.0-32B").layers
+    assert [x.attention.rope is None for x in exaone] == [*[False] * 3, True] * 16
+    assert exaone[0].attention.rope.kind == "llama3" and not exaone[0].pre_norm
+    phi = decoder("phi-2")
+    assert (phi.layers[0].attention.rope.rotary_dim, phi.head_bias) == (32, True)
+    assert decoder("stablelm-2-1_6b").layers[0].attention.rope.rotary_dim == 16
+
+
+def test_which_layers_of_an_exaone_slide(read: Any) -> None:
+    keys = newer("exaone4")
+    want = read(keys)
+    del keys["layer_types"]
+    assert read({**keys, "sliding_window_pattern": "LLLG"}) == want
+    other = read({**keys, "sliding_window_pattern": "LG"}).decoder.layers
+    assert [x.attention.window for x in other] == [19, 0, 19, 0]
+
+
+def test_which_layers_of_a_ministral_slide(read: Any) -> None:
+    keys = {**newer("ministral"), "layer_types": [FULL, SLIDES, FULL]}
+    assert [x.attention.window for x in read(keys).decoder.layers] == [0, 19, 0]
+    keys = {**newer("ministral"), "sliding_window": None}
+    del keys["layer_types"]
+    assert [x.attention.window for x in read(keys).decoder.layers] == [0, 0, 0]
+
+
+def test_a_ministral_3_ends_where_its_queries_are_scaled(
+    read: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = newer("ministral3")
+    assert read(keys).decoder.max_position == 2000
+    assert "scaled from position 2,000 on, which isn't built" in caplog.text
+    caplog.clear()
+    del keys["rope_parameters"]["llama_4_scaling_beta"]
+    assert read(keys).decoder.max_position == 2500
+    del keys["rope_parameters"]
+    keys["max_position_embeddings"] = 262_144
+    assert read(keys).decoder.max_position == 16_384
+    assert len(caplog.records) == 1
+
+
 def test_absent_and_null_differ(read: Any) -> None:
     """As in transformers: an absent key has the family's default, null switches off."""
     config = newer("mistral")
@@ -163,7 +239,12 @@ def test_absent_and_null_differ(read: Any) -> None:
     assert spec.final_softcap == 30.0
 
 
-OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings", *EPSILONS)
+OTHERWISE = {  # or its epsilon, or its length, isn't as it stands
+    "granite": {"residual_multiplier": 1.0},
+    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+}
 
 
 @pytest.mark.parametrize(
@@ -178,15 +259,34 @@ OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"
         ("phi3", "Phi3Config"),
         ("olmo2", "Olmo2Config"),
         ("smollm3", "SmolLM3Config"),
+        ("olmo3", "Olmo3Config"),
+        ("granite", "GraniteConfig"),
+        ("gemma", "GemmaConfig"),
+        ("cohere", "CohereConfig"),
+        ("cohere2", "Cohere2Config"),
+        ("glm", "GlmConfig"),
+        ("glm4", "Glm4Config"),
+        ("starcoder2", "Starcoder2Config"),
+        ("exaone4", "Exaone4Config"),
+        ("seed-oss", "SeedOssConfig"),
+        ("ernie4_5", "Ernie4_5Config"),
+        ("ministral", "MinistralConfig"),
+        ("ministral3", "Ministral3Config"),
+        ("arcee", "ArceeConfig"),
+        ("hunyuan", "HunYuanDenseV1Config"),
+        ("phi", "PhiConfig"),
+        ("stablelm", "StableLmConfig"),
     ],
 )
 def test_absent_keys_are_what_they_are_in_transformers(read: Any, name: str, config: str) -> None:
-    keys = {**newer(name), "hidden_size": 64, "num_attention_heads": 32}
+    keys = {**newer(name), "hidden_size": 512, "num_attention_heads": 32}
+    keys |= OTHERWISE.get(name, {})
     keys = {key: value for key, value in keys.items() if key not in OWN_DEFAULTS}
     want = getattr(transformers, config)(**keys)
     spec = read(keys).decoder
     assert spec.layers[0].attention.num_kv_heads == want.num_key_value_heads
-    assert (spec.max_position, spec.norm.eps) == (want.max_position_embeddings, want.rms_norm_eps)
+    (eps,) = (getattr(want, key) for key in EPSILONS if hasattr(want, key))
+    assert (spec.max_position, spec.norm.eps) == (want.max_position_embeddings, eps)
     null = read({**keys, "num_key_value_heads": None}).decoder
     assert null.layers[0].attention.num_kv_heads == 32
 
@@ -341,6 +441,31 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt-neox", {"num_key_value_heads": 1}, "num_key_value_heads=1"),
     ("gpt-neox", {"hidden_act": "relu"}, "hidden_act='relu'"),
     ("olmo2", {"clip_qkv": 8.0}, "clipped"),
+    ("llama", {"attention_multiplier": 0.5}, "this multiplier isn't built"),
+    ("granite", {"residual_multiplier": 0}, "residual_multiplier must be above 0: 0.0"),
+    ("granite", {"logits_scaling": -2.0}, "logits_scaling must be above 0: -2.0"),
+    ("granite", {"logits_scaling": 1e300}, "its scale of logits is 1e-300, which isn't above 0"),
+    ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "nothing reads: rope_theta"),
+    ("olmo3", {"sliding_window": None}, "no sliding_window is in effect"),
+    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+    ("gemma", {"use_bidirectional_attention": True}, "attention to later tokens"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
+    ("cohere", {"logit_scale": 0}, "logit_scale must be above 0: 0.0"),
+    ("cohere2", {"use_parallel_block": False}, "use_parallel_block=False"),
+    ("cohere2", {"rotary_pct": 0.5}, "rotary_pct=0.5"),
+    ("cohere2", {"layer_switch": 2}, "layer_switch=2"),
+    ("glm", {"mlp_bias": True}, "mlp_bias=True"),
+    ("starcoder2", {"norm_type": "rmsnorm"}, "norm_type='rmsnorm'"),
+    ("starcoder2", {"hidden_act": "silu"}, "hidden_act='silu'"),
+    ("exaone4", {"sliding_window_pattern": "LLX"}, "must be a number of layers or letters L and G"),
+    ("exaone4", {"sliding_window_pattern": 0}, "must be a number of layers or letters L and G: 0"),
+    ("seed-oss", {"sliding_window": 0, "num_experts": 4}, "mixtures of experts aren't built"),
+    ("arcee", {"hidden_act": "silu"}, "hidden_act='silu'; built for this family: 'relu2'"),
+    ("hunyuan", {"use_qk_norm": False}, "use_qk_norm=False"),
+    ("hunyuan", {"use_cla": True}, "use_cla=True"),
+    ("hunyuan", {"attention_head_dim": 32}, "attention_head_dim=32"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm=True"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True"),
     ("llama", {"architectures": 5}, "architectures must be a list of names: 5"),
     ("llama", {"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
     ("llama", {"architectures": [["x"]]}, r"holds \['x'\], which isn't built"),
@@ -427,5 +552,9 @@ SEEING = {
 """Whose configs are those of `tests/models/seeing.py`."""
 
 
+EARLIER = {"Ernie4_5_ForCausalLM"}
+"""First names of what transformers calls otherwise now."""
+
+
 def test_every_family_is_registered() -> None:
-    assert set(architectures()) == SEEING | {case.model for case in CASES.values()}
+    assert set(architectures()) == SEEING | EARLIER | {case.model for case in CASES.values()}

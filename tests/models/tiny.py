@@ -61,8 +61,18 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
 }
-
-
+ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 30.0}
+MINISTRAL3_ROPE = {
+    **YARN_ROPE,
+    "original_max_position_embeddings": 2000,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": YARN_ROPE,
+}
 LATENT = {
     "kv_lora_rank": 40,
     "qk_nope_head_dim": 12,
@@ -131,6 +141,42 @@ CASES: dict[str, Case] = {
     ),
     "phi3-long": _case("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32),
     "olmo2": _case("Olmo2", attention_bias=True),
+    "olmo3": _case("Olmo3", num_hidden_layers=4, sliding_window=19, rope_parameters=OLMO3_ROPE),
+    "granite": _case(
+        "Granite",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.21,
+        residual_multiplier=0.33,
+        logits_scaling=1.7,
+        rms_norm_eps=0.05,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "gemma": _case("Gemma", hidden_size=72, head_dim=24),
+    "cohere": _case("Cohere", logit_scale=1.3),
+    "cohere2": _case("Cohere2", num_hidden_layers=4, logit_scale=1.3, sliding_window=19),
+    "glm": _case("Glm", head_dim=24),
+    "glm4": _case("Glm4", head_dim=24, attention_bias=False),
+    "starcoder2": _case("Starcoder2", sliding_window=21),
+    "starcoder2-full": _case("Starcoder2", tie_word_embeddings=False, use_bias=False),
+    "exaone4": _case("Exaone4", num_hidden_layers=4, sliding_window=19, sliding_window_pattern=4),
+    "exaone4-full": _case(
+        "Exaone4", sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True
+    ),
+    "seed-oss": _case("SeedOss", head_dim=24),
+    "ernie4_5": _case("Ernie4_5", head_dim=24, use_bias=True),
+    "ministral": _case("Ministral", head_dim=24, sliding_window=19),
+    "ministral3": _case(
+        "Ministral3", head_dim=24, rope_parameters=MINISTRAL3_ROPE, max_position_embeddings=2500
+    ),
+    "arcee": _case("Arcee", mlp_bias=True),
+    "hunyuan": _case("HunYuanDenseV1", head_dim=24),
+    "hunyuan-alpha": _case(
+        "HunYuanDenseV1", head_dim=16, rope_parameters=ALPHA_ROPE, tie_word_embeddings=True
+    ),
+    "phi": _case("Phi"),
+    "stablelm": _case("StableLm", use_qkv_bias=True),
+    "stablelm-parallel": _case("StableLm", use_parallel_residual=True, tie_word_embeddings=True),
     "smollm3": _case("SmolLM3", num_hidden_layers=4),
     "smollm3-window": _case(
         "SmolLM3",
@@ -299,11 +345,24 @@ CASES |= {
         },
     ),
 }
-PROMPT_SEEDS = {"qwen2-window": 3, "qwen3": 7, "gemma2": 7, "olmo2": 0, "smollm3": 1}
+PROMPT_SEEDS = {
+    "qwen2-window": 3,
+    "qwen3": 7,
+    "gemma2": 7,
+    "olmo2": 0,
+    "smollm3": 1,
+    "cohere": 1,
+    "cohere2": 1,
+    "exaone4": 1,
+    "ministral3": 0,
+}
 """Prompts whose greedy continuation hangs on no rounding; of the others 5 is one."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
 FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
+FAMILIES += ("olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4", "starcoder2")
+FAMILIES += ("exaone4", "seed-oss", "ernie4_5", "ministral", "ministral3", "phi", "stablelm")
+FAMILIES += ("arcee", "hunyuan")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 STATED = ("qwen3-next", "qwen3_5", "qwen3_5-moe")
 """Those whose layers have states."""

@@ -4,6 +4,7 @@ own, called one by one and as programs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.speculate.eagle_reference import (
 from torch import Tensor
 
 from penstock.cache import PagedLayout
+from penstock.errors import UnsupportedModelError
 from penstock.kernels import native
 from penstock.models.heads.eagle import open_eagle_checkpoint
 from penstock.nn import Decoder
@@ -61,6 +63,19 @@ def opened(tiny: Tiny, folder: Path, fuses: bool) -> tuple[EagleHead, Decoder]:
     found.fill(head)
     head.make_room(64)
     return head, target
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_target_that_scales_its_logits_is_refused(
+    fuses: bool, tiny: Tiny, tmp_path: Path
+) -> None:
+    write(tmp_path, make_tensors(fuses))
+    found = open_eagle_checkpoint(tmp_path, fuses, tiny.load().model, strict=True)
+    formats = formats_of(None, torch.float32)
+    target = Decoder(replace(tiny.load().spec.decoder, logit_scale=0.5), formats, torch.float32)
+    kind = FusingHead if fuses else FeatureHead
+    with pytest.raises(UnsupportedModelError, match=r"scales its logits \(by 0\.5\)"):
+        kind(found.spec, target, formats, 256)
 
 
 def step(tokens: Tensor, first: int, sample_at: list[int]) -> Step:

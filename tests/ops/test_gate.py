@@ -61,7 +61,7 @@ def test_a_bias_that_cant_be_halved() -> None:
 
 WRONG = {
     "there is no activation": (64, 0, False, 64, None),
-    "activation 6 isn't one of 0": (64, 6, False, 64, None),
+    "activation 7 isn't one of 0": (64, 7, False, 64, None),
     "activation 4 comes with a gate": (64, 4, False, 64, None),
     "64 columns don't give 60": (64, 1, False, 60, None),
     "64 columns don't give 33 with a gate": (64, 1, True, 33, None),

@@ -251,7 +251,7 @@ def test_every_gate_of_bfloat16(rows: int) -> None:
     torch.testing.assert_close(found["avx2"].double(), want, rtol=8e-3, atol=1e-36)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu2"])
 @pytest.mark.usefixtures("isa")
 def test_activations_from_end_to_end_of_the_range(activation: ops.Activation) -> None:
     """Through a weight of 1: the activation itself."""
@@ -262,6 +262,8 @@ def test_activations_from_end_to_end_of_the_range(activation: ops.Activation) ->
     tanh = {"gelu": "none", "gelu_tanh": "tanh"}
     if activation == "silu":
         want = torch.nn.functional.silu(x.double())
+    elif activation == "relu2":
+        want = x.relu().square().double()
     elif activation == "quick_gelu":
         want = x.double() * (1.702 * x.double()).sigmoid()
     else:

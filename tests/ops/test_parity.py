@@ -140,14 +140,16 @@ def caches(dim: int, kv_heads: int, blocks: int, size: int, stored: torch.dtype)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (8, 8), (80, 32), (96, 96), (64, 0)])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("norm", ["none", "head", "full", "turned"])
 @pytest.mark.usefixtures("isa")
 def test_rotary_cache(stored: str, dim: int, rotary: int, interleaved: bool, norm: str) -> None:
     dtype, kept = STORED[stored]
     heads, kv_heads, tokens, size = 4, 2, 9, 32
     qkv = randn(tokens, 3 + (heads + 2 * kv_heads) * dim, dtype=dtype)[:, 3:]
-    sizes = {"none": (), "head": (dim, dim), "full": (heads * dim, kv_heads * dim)}[norm]
+    sizes = {"none": (), "full": (heads * dim, kv_heads * dim)}.get(norm, (dim, dim))
     weights = tuple(randn(size, seed=size) for size in sizes) or (None, None)
+    if norm == "turned":
+        weights = randn(1, dim, seed=1), randn(1, dim, seed=2)
     cos_sin = randn(50, rotary, seed=3) if rotary else None
     positions = torch.arange(20, 20 + tokens, dtype=torch.int32)
     slots = torch.tensor([3, 4, 5, 95, 31, 32, -1, 70, 0], dtype=torch.int32)
@@ -164,6 +166,22 @@ def test_rotary_cache(stored: str, dim: int, rotary: int, interleaved: bool, nor
                 got, want = (torch.stack((x & 15, x >> 4)) for x in (got, want))
             tolerance = 1.01 if got.dtype in (torch.int8, torch.uint8) else 0.08
             torch.testing.assert_close(got.float(), want.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("how", ["call", "reference"])
+@pytest.mark.usefixtures("isa")
+def test_weights_of_rotated_heads(how: str) -> None:
+    """Norms of weights 1, and the others where rotation has ended."""
+    heads, dim, tokens, op = 2, 80, 7, getattr(ops.op("rotary_cache"), how)
+    qkv, table = randn(tokens, 4 * dim), randn(50, 32, seed=3)
+    at = torch.arange(tokens, dtype=torch.int32)
+    weights, ones = (randn(1, dim, seed=1), randn(1, dim, seed=2)), torch.ones(dim)
+    (plain, later) = (caches(dim, 1, 1, 32, torch.float32) for _ in range(2))
+    want = op(qkv, heads, ones, ones, 1e-6, table, False, at, at, *plain) * weights[0]
+    got = op(qkv, heads, *weights, 1e-6, table, False, at, at, *later, sink_reach=50)
+    close(got, want.repeat(1, 2, 1))
+    keys, before = (cache[0][0, 0, 0, :dim, :tokens, 0].T for cache in (later, plain))
+    close(keys, before * weights[1])
 
 
 @pytest.mark.parametrize("stored", STORED)

@@ -43,8 +43,10 @@ WIDE = {"num_hidden_layers": 1, "intermediate_size": 8192, "max_position_embeddi
 """Rows that kernels keep beside a step's tensors are a sixth of all that a process has."""
 
 MIXTURES = ["mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"]
-MODELS = ["llama3-rope", "gpt2", "olmo2", "ranked", *MIXTURES]
-"""GQA, MHA, a norm over all heads, fewer dimensions, experts in both ways, sinks, latents."""
+MODELS = ["llama3-rope", "gpt2", "olmo2", "cohere2", "ranked", *MIXTURES]
+"""GQA, MHA, a norm over all heads or for two blocks, fewer dimensions, experts in both ways, sinks,
+latents.
+"""
 DIVIDED: list[dict[str, int]] = [
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 4},

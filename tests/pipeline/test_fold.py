@@ -15,6 +15,7 @@ from penstock.pipeline.stream import Stream
 from tests.models.tiny import Tiny
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "qwen2"]
+FAMILIES += ["granite", "cohere", "glm4", "starcoder2", "phi", "stablelm"]
 
 
 def outputs(parts: Parts, text: CalibrationSet, scale: float | None) -> list[torch.Tensor]:
@@ -52,7 +53,9 @@ def test_the_function_stays(
         torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "phi3", "qwen3", "olmo2", "granite", "cohere", "stablelm"]
+)
 def test_powers_of_two_change_no_bit(
     family: str, tiny: Callable[[str], Tiny], calibration: CalibrationSet
 ) -> None:

@@ -121,8 +121,13 @@ def best_of(one: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "phi3", "olmo2"]
-)
+    "name",
+    [
+        "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "phi3", "olmo2",
+        "granite", "olmo3", "gemma", "cohere", "cohere2", "glm4", "starcoder2", "exaone4",
+        "ernie4_5",
+    ],
+)  # fmt: skip
 def test_as_transformers_says(
     name: str, tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

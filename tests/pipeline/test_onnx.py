@@ -58,7 +58,7 @@ class Session:
         return logits
 
 
-MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek", "glm4", *STATED)
+MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek", "glm4-moe", *STATED)
 DENSE = [name for name in CASES if not name.startswith(MIXED)]
 
 

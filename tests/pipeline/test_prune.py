@@ -96,6 +96,12 @@ def likelihoods(model: Any) -> Tensor:
         ("smollm3", [0, 3]),
         ("phi3-short", [0, 2]),
         ("olmo2", [2]),
+        ("granite", [0, 2]),
+        ("olmo3", [0, 3]),
+        ("cohere2", [1, 3]),
+        ("glm4", [0, 2]),
+        ("exaone4", [0, 3]),
+        ("starcoder2", [1]),
     ],
 )
 def test_layers_that_stay(name: str, layers: list[int], tiny: Make, tmp_path: Path) -> None:
@@ -108,7 +114,9 @@ def test_layers_that_stay(name: str, layers: list[int], tiny: Make, tmp_path: Pa
     torch.testing.assert_close(likelihoods(read.eval().float()), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma3", "olmo2", "granite", "cohere", "ernie4_5"]
+)
 def test_neurons_that_stay(name: str, tiny: Make, tmp_path: Path) -> None:
     """The others' weights as zeros say the same; layers go, too."""
     made, layers = tiny(name), [0, 2]

@@ -74,7 +74,9 @@ def logits_of(folder: Path, tensors: Result, tokens: Tensor) -> Tensor:
     return Sequence(decoder).feed(tokens)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3-rope", "gemma2", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama3-rope", "gemma2", "phi3", "olmo2", "granite", "cohere2", "glm4"]
+)
 def test_round_to_nearest_is_that_of_each_tensor(family: str, tiny: Callable[[str], Tiny]) -> None:
     folder = tiny(family).folder
     found, source = run(folder, QuantizeConfig(W4)), open_source(folder)

@@ -43,7 +43,9 @@ def inputs_of(model: Any, calibration: CalibrationSet) -> dict[str, Tensor]:
     return {name: torch.cat(rows) for name, rows in found.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "granite", "cohere2", "glm4"]
+)
 def test_statistics_are_those_of_the_models_own_inputs(
     family: str,
     tiny: Callable[[str], Tiny],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from penstock.quant import formats_of
 from penstock.roofline import OPS, StepSize
 from penstock.roofline.trace import OTHER, GpuOpTimer, OpTimer, Rows, Span, chrome_trace
 from penstock.step import KV, Step
+from tests.models.tiny import FAMILIES, make_tiny
 
 from .shapes import costs, mixed
 
@@ -57,6 +59,19 @@ def test_every_operator_has_its_row(decoder: Decoder) -> None:
     with torch.inference_mode():
         assert torch.equal(decoder(step(7), kv), timed)  # nothing is changed, nothing is timed
     assert timer.take() == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operators_of_every_family_are_counted(family: str, tmp_path: Path) -> None:
+    """As often as the cost of a step says."""
+    model = make_tiny(family, tmp_path).load("bfloat16").model
+    timer = OpTimer(Rows(model))
+    with torch.inference_mode(), timer:
+        model(step(7), cache(model))
+    events = timer.take()
+    counted = {row.op: row.calls for row in costs(model.spec).ops(StepSize([7], [7], 1))}
+    calls = {op: sum(e.row == op and e.name.startswith("penstock.") for e in events) for op in OPS}
+    assert calls == counted
 
 
 def test_an_operator_that_raises_leaves_the_timer_usable(decoder: Decoder) -> None:

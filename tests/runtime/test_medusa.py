@@ -17,12 +17,14 @@ from penstock.bench.reader import window_step
 from penstock.bench.speculate.floors import draft_floor, memory_of
 from penstock.config import EngineConfig
 from penstock.engine import Engine
-from penstock.errors import ConfigError, ModelNotFoundError
+from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import Hardware, Peaks
 from penstock.kernels import native
-from penstock.models import hub
+from penstock.models import hub, load_model
 from penstock.models.hub import resolve
 from penstock.nn import KeptStates
+from penstock.nn.medusa import MedusaHeads, MedusaSpec
+from penstock.nn.norm import Norm
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.vocabulary import reduce_vocabulary
 from penstock.roofline import Cost, StepSize
@@ -53,6 +55,14 @@ def loaded(model: str | Path, heads: Path, **kwargs: Any) -> tuple[EngineConfig,
     config = EngineConfig.of(model=model, speculative_config=speculative, **kwargs)
     runtime = load_runtime(config)
     return runtime.settle(config), runtime
+
+
+def test_a_target_that_scales_its_logits_is_refused(rounds: Path) -> None:
+    decoder = load_model(rounds).model
+    norm, formats = Norm(D, decoder.spec.norm, 0.5), decoder.formats
+    spec = MedusaSpec(D, V, 2, 1)
+    with pytest.raises(UnsupportedModelError, match=r"scales its logits \(by 0\.5\)"):
+        MedusaHeads(spec, norm, decoder.head, formats, decoder.dtype, 4)
 
 
 def kept_of(runtime: Runtime) -> Tensor:

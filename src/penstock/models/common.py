@@ -92,6 +92,11 @@ SANDWICH_RULES: tuple[Rule, ...] = tuple(
 )
 """Norms after a block: `post_attention_layernorm` means what it says there."""
 
+FUSED_MLP_RULES: tuple[Rule, ...] = (
+    Rename("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.mlp.up.weight"),
+)
+"""Gate and up in one matrix."""
+
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -274,13 +279,18 @@ def decoder(
     offset: float = 0.0,
     embed_scale: float = 1.0,
     final_softcap: float = 0.0,
+    norm: NormSpec | None = None,
 ) -> DecoderSpec:
-    """A decoder with RMS norms in the usual names; `tied` and `eps` are defaults."""
+    """A decoder in the usual names, with RMS norms unless `norm` is given; `tied` and `eps` are
+    defaults.
+    """
+    if norm is None:
+        norm = NormSpec(eps=c.number("rms_norm_eps", eps), offset=offset)
     return DecoderSpec(
         vocab_size=c.integer("vocab_size"),
         hidden=c.integer("hidden_size"),
         layers=tuple(layers),
-        norm=NormSpec(eps=c.number("rms_norm_eps", eps), offset=offset),
+        norm=norm,
         max_position=c.integer("max_position_embeddings", 2048),
         tied=c.flag("tie_word_embeddings", tied),
         embed_scale=embed_scale,

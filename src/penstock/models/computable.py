@@ -90,6 +90,7 @@ def _factors(decoder: DecoderSpec) -> Iterator[tuple[str, float]]:
     """What must be above 0 and finite; a cap of 0 is none."""
     yield "norm's epsilon", decoder.norm.eps
     yield "embedding's scale", decoder.embed_scale
+    yield "scale of logits", decoder.logit_scale
     yield "cap of logits", decoder.final_softcap or 1.0
     for layer in set(decoder.layers):
         yield "scale of attention scores", layer.attention.scale

@@ -9,7 +9,6 @@ import math
 import warnings
 from dataclasses import replace
 
-from penstock.errors import UnsupportedModelError
 from penstock.models.common import (
     DENSE_RULES,
     QK_NORM_RULES,
@@ -25,9 +24,9 @@ from penstock.models.common import (
 )
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import register
-from penstock.models.rope import rope_spec
+from penstock.models.rope import layer_ropes
 from penstock.models.spec import ModelSpec
-from penstock.nn.spec import LayerSpec, RopeSpec
+from penstock.nn.spec import LayerSpec
 
 
 @register("Gemma3ForCausalLM")
@@ -35,7 +34,12 @@ def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Gemma 3 without its vision tower."""
     c.assume(num_key_value_heads=4, max_position_embeddings=131_072)
     dim = head_dim(c, 256)
-    local_rope, global_rope = _ropes(c, dim)
+    local_rope, global_rope = layer_ropes(
+        c,
+        dim,
+        local_theta=c.number("rope_local_base_freq", 10_000.0),
+        global_theta=c.number("rope_theta", 1_000_000.0),
+    )
     base = attention(
         c,
         global_rope,
@@ -68,21 +72,3 @@ def read_config(c: ConfigReader) -> ModelSpec:
         final_softcap=softcap(c, "final_logit_softcapping", None),
     )
     return model_spec(c, "gemma3", spec, (*QK_NORM_RULES, *SANDWICH_RULES, *DENSE_RULES))
-
-
-def _ropes(c: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """The rotations of local and of global layers."""
-    scaling, both = c.nested("rope_scaling"), c.nested("rope_parameters")
-    if scaling and both:
-        raise UnsupportedModelError("config.json has rope_scaling and rope_parameters: remove one.")
-    local = both.nested("sliding_attention") if both else None
-    everywhere = both.nested("full_attention") if both else scaling
-    if both and both.unread():
-        raise UnsupportedModelError(
-            f"rope_parameters has keys that nothing reads: {', '.join(both.unread())}. "
-            "Gemma 3 keeps one object for full_attention and one for sliding_attention there."
-        )
-    return (
-        rope_spec(c, local, dim, theta=c.number("rope_local_base_freq", 10_000.0)),
-        rope_spec(c, everywhere, dim, theta=c.number("rope_theta", 1_000_000.0)),
-    )

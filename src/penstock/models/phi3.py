@@ -11,6 +11,7 @@ from dataclasses import replace
 from penstock.errors import UnsupportedModelError
 from penstock.models.common import (
     DENSE_RULES,
+    FUSED_MLP_RULES,
     attention,
     decoder,
     gated_mlp,
@@ -26,7 +27,7 @@ from penstock.nn.spec import LayerSpec
 
 _FUSED: tuple[Rule, ...] = (
     Rename("model.layers.{i}.self_attn.qkv_proj.weight", "layers.{i}.attention.qkv.weight"),
-    Rename("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.mlp.up.weight"),
+    *FUSED_MLP_RULES,
 )
 
 

@@ -60,6 +60,8 @@ def with_reach(
         why = "has a learned embedding for each position, which a key can't be met without"
     elif decoder.vision is not None:
         why = "sees pictures, whose tokens' positions aren't their places"
+    elif any(decoder.layers[i].attention.qk_norm == "turned" for i in whole):
+        why = "weighs keys once they are turned, so that not distances alone count"
     if why is not None:
         raise ConfigError(f"{asked} isn't built for this model, which {why}. Leave it out.")
     layers = list(decoder.layers)

@@ -164,3 +164,25 @@ def rope_spec(
             f"rope of type {kind!r} has keys that nothing reads: {', '.join(rest)}."
         )
     return spec
+
+
+def layer_ropes(
+    c: ConfigReader, dim: int, *, local_theta: float, global_theta: float
+) -> tuple[RopeSpec, RopeSpec]:
+    """The rotations of sliding layers and of those that see everything, for heads of `dim`: each
+    has an object in `rope_parameters`, and `rope_scaling` is of the second kind alone.
+    """
+    scaling, both = c.nested("rope_scaling"), c.nested("rope_parameters")
+    if scaling and both:
+        raise UnsupportedModelError("config.json has rope_scaling and rope_parameters: remove one.")
+    local = both.nested("sliding_attention") if both else None
+    everywhere = both.nested("full_attention") if both else scaling
+    if both and both.unread():
+        raise UnsupportedModelError(
+            f"rope_parameters has keys that nothing reads: {', '.join(both.unread())}. "
+            "This family keeps one object for full_attention and one for sliding_attention there."
+        )
+    return (
+        rope_spec(c, local, dim, theta=local_theta),
+        rope_spec(c, everywhere, dim, theta=global_theta),
+    )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock import ops
 from penstock.errors import UnsupportedModelError
 from penstock.nn.linear import Linear
-from penstock.nn.norm import Norm
+from penstock.nn.norm import Norm, TurnedNorm
 from penstock.nn.parameters import Loadable, Vector, as_float32, plain
 from penstock.nn.rope import RotaryTable
 from penstock.nn.shared import attends_apart, heads_of, own_attention, own_qkv
@@ -92,8 +92,9 @@ class Attention(nn.Module):
         full = spec.qk_norm == "full"
         self.q_norm = self.k_norm = None
         if spec.qk_norm != "none":
-            self.q_norm = Norm(q_size if full else spec.head_dim, norm)
-            self.k_norm = Norm(k_size if full else spec.head_dim, norm)
+            kind = TurnedNorm if spec.qk_norm == "turned" else Norm
+            self.q_norm = kind(q_size if full else spec.head_dim, norm)
+            self.k_norm = kind(k_size if full else spec.head_dim, norm)
         self.sinks = Vector(spec.num_heads, heads) if spec.sinks else None
         self.bases = None
         if spec.kv_rank:

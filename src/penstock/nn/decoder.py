@@ -149,7 +149,9 @@ class Decoder(nn.Module):
             part=None if ranks is None else Part.of(ranks.split(spec.vocab_size), reader=0),
         )
         self.embed: nn.Module
-        scale = torch.tensor(spec.embed_scale, dtype=dtype).item()  # Gemma was trained with it so
+        scale = spec.embed_scale
+        if spec.embed_scale_rounds:
+            scale = torch.tensor(scale, dtype=dtype).item()
         if spec.tied:
             self.embed = TiedEmbedding(self.head, scale)
         else:
@@ -174,7 +176,7 @@ class Decoder(nn.Module):
             self.layers.append(
                 DecoderLayer(spec.hidden, layer, spec.norm, own, table, dtype, ranks)
             )
-        self.norm = Norm(spec.hidden, spec.norm)
+        self.norm = Norm(spec.hidden, spec.norm, spec.logit_scale)
         self.vision: VisionTower | GridTower | None = None
         if spec.vision is not None:
             self.vision = tower_of(spec.vision, dtype, self.head.weight_format.storage)
@@ -344,7 +346,10 @@ class LastHiddenState(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.widen: Linear | None = None
+        self.unscaled: Norm | None = None  # the final norm, where logits are scaled by its weights
         hidden, dtype = decoder.spec.hidden, decoder.dtype
+        if decoder.spec.logit_scale != 1.0 and decoder.ends_here:
+            self.unscaled = decoder.norm.unscaled()
         if dtype is not torch.float32 and decoder.ends_here:
             lies = decoder.head.weight_format.storage
             self.widen = Linear(hidden, hidden, False, Dense(dtype, lies), out_dtype=torch.float32)
@@ -356,5 +361,6 @@ class LastHiddenState(nn.Module):
         if not decoder.ends_here:
             return decoder.logits(step, decoder.hidden_states(step, kv))
         rows = decoder.sampled_rows(step, decoder.hidden_states(step, kv))
-        found: Tensor = decoder.norm(rows) if self.widen is None else self.widen(rows, decoder.norm)
+        norm = self.unscaled or decoder.norm
+        found: Tensor = norm(rows) if self.widen is None else self.widen(rows, norm)
         return found

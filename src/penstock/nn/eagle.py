@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
+from penstock.errors import UnsupportedModelError
 from penstock.nn.attention import Attention
 from penstock.nn.decoder import Decoder
 from penstock.nn.layer import DecoderLayer
@@ -68,6 +69,11 @@ class EagleHead(nn.Module):
         max_len: int,
     ) -> None:
         super().__init__()
+        if target.spec.logit_scale != 1.0:
+            raise UnsupportedModelError(
+                "EAGLE heads aren't built for a model that scales its logits "
+                f"(by {target.spec.logit_scale:g}). Leave them out, or guess by method='ngram'."
+            )
         self.spec = spec
         self.formats = formats
         self.dtype = target.dtype

@@ -79,21 +79,24 @@ class DecoderLayer(nn.Module):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        self.parallel = spec.parallel
+        self.parallel, self.one_norm = spec.parallel, spec.one_norm
         self.attention = self_attention(hidden, spec.attention, norm, formats, table, dtype, ranks)
         self.mlp = feed_forward(hidden, spec.mlp, formats, dtype, ranks)
         self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
-        self.mlp_norm = Norm(hidden, norm) if spec.pre_norm else None
+        self.mlp_norm = Norm(hidden, norm) if spec.pre_norm and not spec.one_norm else None
         self.attention_post_norm = _after(hidden, spec, norm)
         self.mlp_post_norm = _after(hidden, spec, norm)
 
     def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> None:
         """residual [T, D] += attention, += feed-forward, in place."""
-        attended = self.attention(residual, self.attention_norm, step, cache)
+        read, before = residual, self.attention_norm
+        if self.one_norm and before is not None:  # computed once for both
+            read, before = before(residual), None
+        attended = self.attention(read, before, step, cache)
         adapters, mlp = step.adapters, self.mlp
         if not self.parallel:
             add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
-        h = mlp.begin(residual, self.mlp_norm, adapters)
+        h = mlp.begin(read, self.mlp_norm, adapters)
         if self.parallel:  # both read the layer's input
             add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
         mlp.end_(residual, h, self.mlp_post_norm, adapters)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
+from penstock.errors import UnsupportedModelError
 from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm
 from penstock.quant import Dense, WeightFormat, WeightFormats
@@ -75,6 +76,11 @@ class MedusaHeads(nn.Module):
     ) -> None:
         """norm, head: the target's. rows: the most in one call. device: of the stores."""
         super().__init__()
+        if norm.scale != 1.0:
+            raise UnsupportedModelError(
+                "Medusa heads aren't built for a model that scales its logits "
+                f"(by {norm.scale:g}). Leave them out, or guess by method='ngram'."
+            )
         self.spec = spec
         self.target = norm, head  # in a tuple: children of the decoder, not of this module
         count, d = spec.num_heads, spec.hidden

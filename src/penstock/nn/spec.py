@@ -81,7 +81,8 @@ class AttentionSpec:
     rope: RopeSpec | None  # None: no rotation in this layer
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"  # over one head, or all heads together
+    qk_norm: Literal["none", "head", "full", "turned"] = "none"  # over one head, or all heads
+    # together; turned: over one head, by weights that multiply it after its rotation
     window: int = 0  # 0: sees everything before it
     sink_tokens: int = 0  # the first of a sequence, seen beside the window from any distance
     softcap: float = 0.0  # 0: none
@@ -174,7 +175,7 @@ class MlpSpec:
     """Feed-forward block: down(act(gate) · up), or down(act(up)) when not gated."""
 
     intermediate: int  # of each expert, where there are some
-    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu", "relu2"] = "silu"
     gated: bool = True
     bias: bool = False
     experts: ExpertsSpec | None = None  # blocks of this kind, of which tokens take a few
@@ -199,6 +200,7 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # both blocks read the layer's input (GPT-NeoX)
+    one_norm: bool = False  # of parallel blocks: both read the same normed rows (Command-R)
     scaled: bool = False  # only towers' layers are
 
 
@@ -281,7 +283,9 @@ class DecoderSpec:
     tied: bool = False  # the head is the embedding
     head_bias: bool = False
     embed_scale: float = 1.0
+    embed_scale_rounds: bool = True  # to the dtype that is computed in, as Gemma was trained
     learned_positions: int = 0  # rows of a learned position table, 0: none
     final_softcap: float = 0.0
+    logit_scale: float = 1.0  # of the head's product, taken along by the norm before it
     reach: int = 0  # tokens that one sees at most, where that was chosen; 0: as layers say
     vision: VisionSpec | GridSpec | None = None  # what makes rows of pictures

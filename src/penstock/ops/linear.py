@@ -56,7 +56,7 @@ from penstock.ops.registry import define_op
 from penstock.ops.rotate import rotated
 from penstock.ops.stored import dense, half, unpack_quantized, width
 
-Activation = Literal["none", "silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu"]
+Activation = Literal["none", "silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = (
     "none",
     "silu",
@@ -64,9 +64,11 @@ ACTIVATIONS: tuple[Activation, ...] = (
     "gelu_tanh",
     "swiglu_oai",
     "quick_gelu",
+    "relu2",
 )
-"""What `activation` counts in. The last comes with a gate: g · σ(1.702 · g) with g = min(gate, 7),
-times up within ±7, plus 1 (openai/gpt-oss, arXiv:2508.10925)."""
+"""What `activation` counts in. swiglu_oai comes with a gate: g · σ(1.702 · g) with
+g = min(gate, 7), times up within ±7, plus 1 (openai/gpt-oss, arXiv:2508.10925); relu2 is
+max(0, x)² (So et al. 2021, arXiv:2109.08668)."""
 
 _LIMIT, _ALPHA = 7.0, 1.702
 """Of swiglu_oai."""
@@ -144,6 +146,8 @@ def activate(x: Tensor, activation: int) -> Tensor:
             return clamped * (clamped * _ALPHA).sigmoid()
         case "quick_gelu":
             return x * (x * _ALPHA).sigmoid()
+        case "relu2":
+            return x.clamp(min=0.0).square()
     return x
 
 

@@ -33,11 +33,19 @@ def block_size(key_cache: Tensor) -> int:
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x [T, H, D] float32, over each head or, with a weight of H · D, all of them together."""
+    """x [T, H, D] float32, over each head or, with a weight of H · D, all of them together; by its
+    weights where they aren't for rotated heads.
+    """
     if weight is None:
         return x
     over = x if weight.numel() == x.shape[-1] else x.flatten(1)
-    return (over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * weight).view(x.shape)
+    over = over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps)
+    return (over if weight.dim() == 2 else over * weight).view(x.shape)
+
+
+def _weighed(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Rotated heads x [T, H, D] by the weights [1, D] that are for them."""
+    return x if weight is None or weight.dim() == 1 else x * weight
 
 
 def rotate(x: Tensor, cos_sin: Tensor | None, positions: Tensor, interleaved: bool) -> Tensor:
@@ -141,9 +149,10 @@ def rotary_cache(
 
     qkv [T, (H + 2·Hkv) · D]: the heads of q, of k, of v, one projection; rows may be strided;
     q_norm, k_norm float32: [D] to normalise each head, [H · D] and [Hkv · D] all of them together,
-    or None; cos_sin [P, R] float32, cosines then sines of the R/2 angles of each position, or None
-    for no rotation; interleaved: pairs (2i, 2i+1) instead of (i, i+R/2); positions, slots [T]
-    int32; a negative slot isn't written; caches and scales as above;
+    [1, D] each head with weights that multiply it once it is rotated, or None; cos_sin [P, R]
+    float32, cosines then sines of the R/2 angles of each position, or None for no rotation;
+    interleaved: pairs (2i, 2i+1) instead of (i, i+R/2); positions, slots [T] int32; a negative
+    slot isn't written; caches and scales as above;
     copies [C, 2] int32: (t, slot), where token t's k and v go too. Returns [T, H, D]; with a
     sink_reach [T, 2·H, D], behind the heads of each token the same, turned as at position
     min(p, sink_reach − 1): what `paged_attention` asks the first tokens of a sequence with.
@@ -159,12 +168,15 @@ def rotary_cache(
     sizes = heads * dim, kv_heads * dim
     q, k, v = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), dim=1)
     q = _norm(q.unflatten(1, (heads, dim)).float(), q_norm, eps)
-    q_out = in_basis(rotate(q, cos_sin, positions, interleaved), bases, 0).to(dtype)
+    turned = _weighed(rotate(q, cos_sin, positions, interleaved), q_norm)
+    q_out = in_basis(turned, bases, 0).to(dtype)
     if sink_reach:
         nearer = rotate(q, cos_sin, positions.clamp(max=sink_reach - 1), interleaved)
+        nearer = _weighed(nearer, q_norm)
         q_out = torch.cat((q_out, in_basis(nearer, bases, 0).to(dtype)), dim=1)
     k = _norm(k.unflatten(1, (kv_heads, dim)).float(), k_norm, eps)
-    k_out = in_basis(rotate(k, cos_sin, positions, interleaved), bases, 1).to(dtype)
+    turned = _weighed(rotate(k, cos_sin, positions, interleaved), k_norm)
+    k_out = in_basis(turned, bases, 1).to(dtype)
     v = v.unflatten(1, (kv_heads, -1))
 
     if copies is not None:

@@ -23,10 +23,11 @@ NORMS = {"attention.qkv": "attention_norm", "mlp.up": "mlp_norm"}
 def foldable(layer: LayerSpec) -> list[str]:
     """The matrices of a layer whose columns can be scaled, in the order of their computation."""
     found = []
-    if layer.pre_norm:
+    own_norms = layer.pre_norm and not layer.one_norm
+    if own_norms:
         found.append("attention.qkv")
     found.append("attention.out")
-    if layer.pre_norm:
+    if own_norms:
         found.append("mlp.up")
     if layer.mlp.gated:  # else an activation stands between
         found.append("mlp.down")

@@ -48,10 +48,6 @@ def check_expressible(decoder: Decoder) -> None:
             )
         if attention.sinks:
             raise UnsupportedModelError(f"Layer {i} has attention sinks, which --onnx can't write.")
-        if attention.rope is not None and attention.rope.interleaved:
-            raise UnsupportedModelError(
-                f"Layer {i} rotates neighbouring pairs (interleaved), which --onnx can't write."
-            )
 
 
 class DecoderWriter:
@@ -109,9 +105,12 @@ class DecoderWriter:
             down = self._linear(f"{name}.mlp.down", module.mlp.down, rows)
             return normed("mlp_post_norm", down)
 
-        seen = self._attention(i, spec.attention, module.attention, normed("attention_norm", x))
+        read = normed("attention_norm", x)
+        seen = self._attention(i, spec.attention, module.attention, read)
         out = self._linear(f"{name}.attention.out", module.attention.out, seen)
         after = self.g.op("Add", x, normed("attention_post_norm", out))
+        if spec.one_norm:
+            return self.g.op("Add", after, mlp(read))
         return self.g.op("Add", after, mlp(x if spec.parallel else after))
 
     def _attention(self, i: int, spec: AttentionSpec, module: Any, x: str) -> str:
@@ -119,11 +118,20 @@ class DecoderWriter:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self._linear(f"{name}.qkv", module.qkv, x)
         q, k, v = g.split(qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
-        q = self._heads(q, heads, dim, module.q_norm, f"{name}.q_norm")
-        k = self._heads(k, kv_heads, dim, module.k_norm, f"{name}.k_norm")
+        norms = {"q": module.q_norm, "k": module.k_norm}
+        later = norms if spec.qk_norm == "turned" else {}
+        first = dict.fromkeys(norms) if later else norms
+        q = self._heads(q, heads, dim, first["q"], f"{name}.q_norm")
+        k = self._heads(k, kv_heads, dim, first["k"], f"{name}.k_norm")
         v = self._heads(v, kv_heads, dim, None, "")
         if module.table is not None:
             q, k = self._rotate(q, module.table, dim), self._rotate(k, module.table, dim)
+        if later:
+            q, k = (
+                self._rms(g.weight(f"{name}.{n}_norm", later[n].parameter("weight")[0]), x,
+                          later[n].spec.eps)
+                for n, x in (("q", q), ("k", k))
+            )  # fmt: skip
         shape: list[int | str] = ["batch_size", kv_heads, "past_sequence_length", dim]
         whole: list[int | str] = [*shape]
         whole[2] = "past_sequence_length + sequence_length"
@@ -157,7 +165,9 @@ class DecoderWriter:
         return g.op("Transpose", x, perm=[0, 2, 1, 3])
 
     def _rotate(self, x: str, table: RotaryTable, dim: int) -> str:
-        """x [batch, heads, tokens, dim]: pairs (i, i + R/2) of the first R dimensions."""
+        """x [batch, heads, tokens, dim]: pairs (i, i + R/2) of the first R dimensions; (2i, 2i + 1)
+        where the table is interleaved.
+        """
         g, size = self.g, table.cos_sin.shape[1]
         if id(table) not in self._angles:
             stored = g.weight(f"cos_sin_{len(self._angles)}", table.cos_sin)
@@ -166,10 +176,19 @@ class DecoderWriter:
             self._angles[id(table)] = cos, sin
         cos, sin = self._angles[id(table)]
         rest = [dim - size] if dim > size else []
-        a, b, *kept = g.split(x, [size // 2, size // 2, *rest])
+        if table.interleaved:
+            turning, *kept = g.split(x, [size, *rest]) if rest else [x]
+            pairs = g.op("Reshape", turning, g.ints(0, 0, 0, size // 2, 2))
+            a, b = (g.op("Squeeze", each, g.ints(-1)) for each in g.split(pairs, [1, 1]))
+        else:
+            a, b, *kept = g.split(x, [size // 2, size // 2, *rest])
         first = g.op("Sub", g.op("Mul", a, cos), g.op("Mul", b, sin))
         second = g.op("Add", g.op("Mul", b, cos), g.op("Mul", a, sin))
-        return g.op("Concat", first, second, *kept, axis=-1)
+        if not table.interleaved:
+            return g.op("Concat", first, second, *kept, axis=-1)
+        apart = (g.op("Unsqueeze", each, g.ints(-1)) for each in (first, second))
+        turned = g.op("Reshape", g.op("Concat", *apart, axis=-1), g.ints(0, 0, 0, size))
+        return g.op("Concat", turned, *kept, axis=-1) if kept else turned
 
     def _visible(self, window: int) -> str:
         """[batch, 1, 1, tokens, past + tokens] bool: not padding, not later, within the window."""
@@ -226,6 +245,9 @@ class DecoderWriter:
         g = self.g
         if kind == "silu":
             return g.op("Mul", x, g.op("Sigmoid", x))
+        if kind == "relu2":
+            kept = g.op("Relu", x)
+            return g.op("Mul", kept, kept)
         if kind == "gelu":
             inner = g.op("Erf", g.op("Mul", x, g.real(0.5**0.5)))
         elif kind == "gelu_tanh":

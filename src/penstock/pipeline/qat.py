@@ -237,6 +237,7 @@ def check_trainable(spec: DecoderSpec, family: str) -> None:
         "layer norms": spec.norm.kind != "rms",
         "learned positions": bool(spec.learned_positions),
         "capped logits": bool(spec.final_softcap),
+        "scaled logits": spec.logit_scale != 1.0,
         "a biased head": spec.head_bias,
     }
     for layer in spec.layers:
@@ -250,6 +251,7 @@ def check_trainable(spec: DecoderSpec, family: str) -> None:
         lacking["long rope"] = a.rope is not None and a.rope.kind == "longrope"
         lacking["capped scores or sinks"] = bool(a.softcap) or a.sinks
         lacking["norms over all heads"] = a.qk_norm == "full"
+        lacking["norms after a rotation"] = a.qk_norm == "turned"
         if found := [name for name, there in lacking.items() if there]:
             raise UnsupportedModelError(
                 f"{family!r} has {', '.join(found)}, which training isn't built for "

@@ -419,7 +419,8 @@ class CostModel:
 
         for layer in self.spec.layers:
             mixes = layer.mlp.experts is not None  # its operator takes no norm and adds to nothing
-            norms = 2 * (layer.pre_norm * apart + layer.post_norm)
+            before = 1 if layer.one_norm else 2 * apart  # one that two blocks read stands apart
+            norms = before * layer.pre_norm + 2 * layer.post_norm
             for _ in range(norms + (mixes and layer.pre_norm and not apart)):
                 norm(tokens * hidden)
             if mixes and not layer.post_norm:

@@ -44,6 +44,8 @@ class Case:
             counts = (self.heads, self.kv_heads) if self.norm == "full" else (1, 1)
             sizes = [count * self.dim for count in counts]
         norms = [torch.rand(n).to(DEVICE) + 0.5 if n else None for n in sizes]
+        if self.norm == "turned":
+            norms = [norm if norm is None else norm[None] for norm in norms]
         angles = torch.rand(64, self.rotary // 2) * 6
         cos_sin = torch.cat((angles.cos(), angles.sin()), 1).to(DEVICE) if self.rotary else None
         positions = torch.randint(0, 64, (self.tokens,), dtype=torch.int32, device=DEVICE)
@@ -105,7 +107,7 @@ def test_queries_turned_twice(
     ).same()  # fmt: skip
 
 
-@pytest.mark.parametrize("norm", ["head", "full"])
+@pytest.mark.parametrize("norm", ["head", "full", "turned"])
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (48, 24)])
 def test_norms_whose_sums_are_exact(
@@ -115,7 +117,7 @@ def test_norms_whose_sums_are_exact(
     Case(dim=dim, rotary=rotary, cache=held, norm=norm, whole=True).same()
 
 
-@pytest.mark.parametrize("norm", ["head", "full"])
+@pytest.mark.parametrize("norm", ["head", "full", "turned"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_norms(norm: str, interleaved: bool, dtype: torch.dtype) -> None:
     case = Case(heads=3, kv_heads=1, dtype=dtype, cache=dtype, norm=norm, interleaved=interleaved)
@@ -140,7 +142,7 @@ def test_copies(cache: torch.dtype) -> None:
     case.same()
 
 
-@pytest.mark.parametrize("norm", ["", "head", "full"])
+@pytest.mark.parametrize("norm", ["", "head", "full", "turned"])
 def test_a_token_alone(norm: str) -> None:
     case = Case(norm=norm, heads=17, dim=128, rotary=128, tokens=4)
     call = launchers()["rotary_cache"]

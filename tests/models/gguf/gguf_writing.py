@@ -41,6 +41,21 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
+    "Ministral3ForCausalLM": "mistral3",
+    "ArceeForCausalLM": "arcee",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "Olmo3ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
+    "GemmaForCausalLM": "gemma",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
+    "Glm4ForCausalLM": "glm4",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "Exaone4ForCausalLM": "exaone4",
+    "SeedOssForCausalLM": "seed_oss",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "StableLmForCausalLM": "stablelm",
+    "PhiForCausalLM": "phi2",
     "SmolLM3ForCausalLM": "smollm3",
     "GPT2LMHeadModel": "gpt2",
     "GPTNeoXForCausalLM": "gptneox",
@@ -119,7 +134,10 @@ def write_config(
         writer.add_rope_dimension_count(int(dim * rope["partial_rotary_factor"]))
         writer.add_parallel_residual(c.use_parallel_residual)
         return
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    if hasattr(c, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(c.norm_epsilon if arch == "starcoder2" else c.layer_norm_eps)
     if arch == "deepseek2":
         write_latents(writer, c, heads_apart)
     else:
@@ -129,7 +147,8 @@ def write_config(
     if arch == "llama":
         writer.add_vocab_size(c.vocab_size)
     everywhere = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(everywhere["rope_theta"])
+    stretched = everywhere.get("alpha", 1.0) ** (dim / (dim - 2))
+    writer.add_rope_freq_base(everywhere["rope_theta"] * stretched)
     writer.add_rope_dimension_count(int(dim * everywhere.get("partial_rotary_factor", 1.0)))
     kind = everywhere.get("rope_type")
     if kind in ("linear", "yarn"):
@@ -155,8 +174,24 @@ def write_config(
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in c.layer_types])
         if arch == "gemma3":
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-    elif getattr(c, "sliding_window", None) and c.model_type in ("mistral", "mixtral"):
+    elif arch in ("olmo2", "exaone4") and getattr(c, "sliding_window", None):
         writer.add_sliding_window(c.sliding_window)
+        writer.add_sliding_window_pattern([t == "sliding_attention" for t in c.layer_types])
+    elif getattr(c, "sliding_window", None) and c.model_type in ("mistral", "mixtral", "cohere2"):
+        writer.add_sliding_window(c.sliding_window)
+    if arch == "granite":
+        writer.add_attention_scale(c.attention_multiplier)
+        writer.add_embedding_scale(c.embedding_multiplier)
+        writer.add_residual_scale(c.residual_multiplier)
+        writer.add_logit_scale(c.logits_scaling)
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(c.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if arch == "stablelm":
+        writer.add_parallel_residual(c.use_parallel_residual)
     experts = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
@@ -356,7 +391,9 @@ def _conversion(
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """(what a converter does to a tensor, how a reader undoes it)."""
     heads = c.num_attention_heads
-    if arch in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+    if arch in ("llama", "smollm3", "granite", "mistral3", "arcee") and (
+        "q_proj" in name or "k_proj" in name
+    ):
         count = heads if "q_proj" in name else c.num_key_value_heads
         return (
             lambda t: t.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2),
@@ -364,7 +401,7 @@ def _conversion(
         )
     if arch in HYBRID and "linear_attn" in name:
         return _delta_conversion(c, arch, name)
-    if arch in ("gemma2", "gemma3", *HYBRID) and name.endswith("norm.weight"):
+    if arch in ("gemma", "gemma2", "gemma3", *HYBRID) and name.endswith("norm.weight"):
         return lambda t: t + 1, lambda t: t - 1
     if arch == "gpt2" and any(p in name for p in ("c_attn.w", "c_proj.w", "c_fc.w")):
         return lambda t: t.t(), lambda t: t.t()

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tiny import CASES, YARN_ROPE, Sequence, make_model
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.models import load_model
 from penstock.models.gguf.architectures import ARCHITECTURES
 from penstock.models.gguf.blocks import BLOCKS
@@ -30,7 +30,9 @@ FAMILIES = [
     "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
     "phi3", "phi3-short", "phi3-long", "olmo2", "smollm3", "gpt2", "gpt-neox", "gpt-neox-serial",
     "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-groups",
-    "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3_5", "qwen3_5-moe",
+    "deepseek-v3", "glm4-moe", "glm4-moe-lite", "olmo3", "granite", "gemma", "cohere", "cohere2",
+    "glm4", "starcoder2-full", "exaone4", "exaone4-full", "seed-oss", "ernie4_5", "phi", "stablelm",
+    "stablelm-parallel", "ministral3", "arcee", "hunyuan", "qwen3-next", "qwen3_5", "qwen3_5-moe",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}
@@ -153,6 +155,23 @@ def test_what_first_files_leave_out(
     container = SimpleNamespace(tensors=dict.fromkeys(map(str, range(99))), path="a.gguf")
     found = ARCHITECTURES["deepseek2"].read_config(m, container)  # type: ignore[arg-type]
     assert (*found["architectures"], found["n_group"], found["topk_group"]) == expected
+
+
+def test_a_command_r_with_norms_of_queries_is_refused(tmp_path: Path) -> None:
+    """As its config.json is: Command-R+."""
+    model = make("cohere")
+    norms = {f"model.layers.0.self_attn.{x}_norm.weight": torch.ones(16) for x in "qk"}
+    whole_state = model.state_dict
+    model.state_dict = lambda: whole_state() | norms
+    write_model(model, tmp_path / "m.gguf", whole(Kind.F32))
+    with pytest.raises(UnsupportedModelError, match="use_qk_norm=True"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_sliding_olmo2_is_an_olmo3(tmp_path: Path) -> None:
+    write_model(make("olmo3"), tmp_path / "3.gguf", whole(Kind.F32))
+    write_model(make("olmo2"), tmp_path / "2.gguf", whole(Kind.F32))
+    assert [load_model(tmp_path / f"{n}.gguf").spec.family for n in (2, 3)] == ["olmo2", "olmo3"]
 
 
 def test_quantized_heads_of_latents_are_told_of(

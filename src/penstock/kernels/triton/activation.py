@@ -45,6 +45,9 @@ def activated(x, ACTIVATION: tl.constexpr):
         return tl.div_rn(clamped, 1.0 + tl.exp(-1.702 * clamped))
     if ACTIVATION == 5:
         return tl.div_rn(x, 1.0 + tl.exp(-1.702 * x))
+    if ACTIVATION == 6:
+        kept = tl.where(x < 0.0, 0.0, x)  # so that a NaN stays
+        return kept * kept
     return x
 
 

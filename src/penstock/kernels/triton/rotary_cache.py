@@ -93,10 +93,12 @@ def _normed(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     OVER_ALL: tl.constexpr,
+    WEIGHS: tl.constexpr,
 ):
-    """Each head, or `count` of them together, by their root mean square and their norms' weights.
+    """Each head, or `count` of them together, by their root mean square and, where it WEIGHS, their
+    norms' weights.
 
-    Where it isn't `here`, the weights are zero.
+    Where it isn't `here`, those are zero.
     """
     first, second, rest = parts
     if OVER_ALL:
@@ -105,8 +107,36 @@ def _normed(
     else:
         square = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
         by = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, dim * 1.0) + eps))[:, None]
+    if not WEIGHS:
+        return first * by, second * by, rest * by
     w_first, w_second, w_rest = _load(norm, here, dim, turned, INTERLEAVED, HALF, REST)
     return first * by * w_first, second * by * w_second, rest * by * w_rest
+
+
+@triton.jit
+def _weighed(
+    parts,
+    q_norm,
+    k_norm,
+    is_query,
+    is_value,
+    head,
+    here,
+    dim: tl.constexpr,
+    turned: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    WEIGHS_TURNED: tl.constexpr,
+):
+    """Rotated heads of queries and keys by their norms' weights, where those are for them."""
+    first, second, rest = parts
+    if WEIGHS_TURNED:
+        norm, weighs = tl.where(is_query, q_norm, k_norm) + head * 0, here & (is_value == 0)
+        a, b, c = _load(norm, weighs, dim, turned, INTERLEAVED, HALF, REST)
+        first, second = tl.where(weighs, first * a, first), tl.where(weighs, second * b, second)
+        rest = tl.where(weighs, rest * c, rest)
+    return first, second, rest
 
 
 @triton.jit
@@ -204,6 +234,7 @@ def _rotary_cache(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     OVER_ALL: tl.constexpr,
+    WEIGHS_TURNED: tl.constexpr,
     ROTATES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_COPIES: tl.constexpr,
@@ -249,6 +280,7 @@ def _rotary_cache(
             HALF,
             REST,
             OVER_ALL,
+            not WEIGHS_TURNED,
         )
         first, second = tl.where(normed, a, first), tl.where(normed, b, second)
         rest = tl.where(normed, c, rest)
@@ -260,6 +292,21 @@ def _rotary_cache(
         sin = tl.load(angles + turned // 2, mask=i < turned // 2, other=0.0).to(tl.float32)
         left, right = first * cos - second * sin, second * cos + first * sin
         first, second = tl.where(is_value, first, left), tl.where(is_value, second, right)
+    first, second, rest = _weighed(
+        (first, second, rest),
+        q_norm,
+        k_norm,
+        is_query,
+        is_value,
+        head,
+        here,
+        dim,
+        turned,
+        INTERLEAVED,
+        HALF,
+        REST,
+        WEIGHS_TURNED,
+    )
 
     own: tl.constexpr = qkv.dtype.element_ty
     first, second, rest = first.to(own), second.to(own), rest.to(own)
@@ -373,6 +420,7 @@ def rotary_cache(
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
         OVER_ALL=over_all,
+        WEIGHS_TURNED=q_norm is not None and q_norm.dim() == 2,
         ROTATES=cos_sin is not None,
         INTERLEAVED=interleaved,
         HAS_COPIES=more > 0,

@@ -6,80 +6,79 @@ Names are those of the specification ("Standardized tensor names") and of llama.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
-from penstock.errors import UnsupportedModelError
 from penstock.models.gguf import delta
 from penstock.models.gguf.container import Container
+from penstock.models.gguf.dense import DENSE
 from penstock.models.gguf.metadata import Metadata
+from penstock.models.gguf.parts import (
+    ATTENTION,
+    LAYER,
+    MLP,
+    NORMS,
+    OUTER,
+    QK,
+    QK_NORMS,
+    SANDWICH,
+    Architecture,
+    Config,
+    ValueHeads,
+    check_scale,
+    head_dim_of,
+    layers_of,
+    rms_model,
+    sliding_layers,
+    with_biases,
+)
 from penstock.models.gguf.rope import rope_config, share_of
 
-_LAYER = "model.layers.{i}."
-_OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
-_ATTENTION = {f"attn_{x}": f"{_LAYER}self_attn.{x}_proj" for x in "qkv"} | {
-    "attn_output": f"{_LAYER}self_attn.o_proj"
-}
-_MLP = {f"ffn_{x}": f"{_LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
-_EXPERTS = {f"ffn_{x}_exps": f"{_LAYER}mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")}
-_EXPERTS["ffn_gate_inp"] = f"{_LAYER}mlp.gate"
+_EXPERTS = {f"ffn_{x}_exps": f"{LAYER}mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")}
+_EXPERTS["ffn_gate_inp"] = f"{LAYER}mlp.gate"
 _SHARED = {
-    **{f"ffn_{x}_shexp": f"{_LAYER}mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
-    "exp_probs_b": f"{_LAYER}mlp.gate.e_score_correction_bias",
+    **{f"ffn_{x}_shexp": f"{LAYER}mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
+    "exp_probs_b": f"{LAYER}mlp.gate.e_score_correction_bias",
 }
 _SHARE = {  # of a block beside experts
-    **{f"ffn_{x}_shexp": f"{_LAYER}mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
-    "ffn_gate_inp_shexp": f"{_LAYER}mlp.shared_expert_gate",
+    **{f"ffn_{x}_shexp": f"{LAYER}mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": f"{LAYER}mlp.shared_expert_gate",
 }
 _GUESSING = {  # a layer's behind the last one
-    f"nextn.{x}": f"{_LAYER}nextn.{x}"
+    f"nextn.{x}": f"{LAYER}nextn.{x}"
     for x in ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head_head", "shared_head_norm")
 }
 _LATENTS = {
-    "attn_q": f"{_LAYER}self_attn.q_proj",
-    "attn_q_a": f"{_LAYER}self_attn.q_a_proj",
-    "attn_q_a_norm": f"{_LAYER}self_attn.q_a_layernorm",
-    "attn_q_b": f"{_LAYER}self_attn.q_b_proj",
-    "attn_kv_a_mqa": f"{_LAYER}self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": f"{_LAYER}self_attn.kv_a_layernorm",
-    "attn_kv_b": f"{_LAYER}self_attn.kv_b_proj",
-    "attn_k_b": f"{_LAYER}self_attn.k_b_proj",
-    "attn_v_b": f"{_LAYER}self_attn.v_b_proj",
-    "attn_output": f"{_LAYER}self_attn.o_proj",
+    "attn_q": f"{LAYER}self_attn.q_proj",
+    "attn_q_a": f"{LAYER}self_attn.q_a_proj",
+    "attn_q_a_norm": f"{LAYER}self_attn.q_a_layernorm",
+    "attn_q_b": f"{LAYER}self_attn.q_b_proj",
+    "attn_kv_a_mqa": f"{LAYER}self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": f"{LAYER}self_attn.kv_a_layernorm",
+    "attn_kv_b": f"{LAYER}self_attn.kv_b_proj",
+    "attn_k_b": f"{LAYER}self_attn.k_b_proj",
+    "attn_v_b": f"{LAYER}self_attn.v_b_proj",
+    "attn_output": f"{LAYER}self_attn.o_proj",
 }
 _MIXTRAL = {
-    f"ffn_{x}_exps": f"{_LAYER}block_sparse_moe.experts.{{e}}.{w}"
+    f"ffn_{x}_exps": f"{LAYER}block_sparse_moe.experts.{{e}}.{w}"
     for x, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
-_MIXTRAL["ffn_gate_inp"] = f"{_LAYER}block_sparse_moe.gate"
+_MIXTRAL["ffn_gate_inp"] = f"{LAYER}block_sparse_moe.gate"
 _GPT_OSS = _EXPERTS | {
-    "ffn_gate_inp": f"{_LAYER}mlp.router",
-    "attn_sinks": f"{_LAYER}self_attn.sinks",
-    "attn_norm": f"{_LAYER}input_layernorm",
-    "post_attention_norm": f"{_LAYER}post_attention_layernorm",
+    "ffn_gate_inp": f"{LAYER}mlp.router",
+    "attn_sinks": f"{LAYER}self_attn.sinks",
+    "attn_norm": f"{LAYER}input_layernorm",
+    "post_attention_norm": f"{LAYER}post_attention_layernorm",
 }
-_NORMS = {
-    "attn_norm": f"{_LAYER}input_layernorm",
-    "ffn_norm": f"{_LAYER}post_attention_layernorm",
-}
-_SANDWICH = {
-    "attn_norm": f"{_LAYER}input_layernorm",
-    "post_attention_norm": f"{_LAYER}post_attention_layernorm",
-    "ffn_norm": f"{_LAYER}pre_feedforward_layernorm",
-    "post_ffw_norm": f"{_LAYER}post_feedforward_layernorm",
-}
-_QK_NORMS = {f"attn_{x}_norm": f"{_LAYER}self_attn.{x}_norm" for x in "qk"}
-_DENSE = _OUTER | _ATTENTION | _MLP | _NORMS
+_LLAMA = OUTER | ATTENTION | MLP | NORMS
 _PHI3 = (
-    _OUTER
-    | _NORMS
+    OUTER
+    | NORMS
     | {
-        "attn_qkv": f"{_LAYER}self_attn.qkv_proj",
-        "attn_output": f"{_LAYER}self_attn.o_proj",
-        "ffn_up": f"{_LAYER}mlp.gate_up_proj",
-        "ffn_down": f"{_LAYER}mlp.down_proj",
+        "attn_qkv": f"{LAYER}self_attn.qkv_proj",
+        "attn_output": f"{LAYER}self_attn.o_proj",
+        "ffn_up": f"{LAYER}mlp.gate_up_proj",
+        "ffn_down": f"{LAYER}mlp.down_proj",
     }
 )
 _GPT2 = {
@@ -107,77 +106,6 @@ _GPT_NEOX = {
     "ffn_down": f"{_NEOX_LAYER}mlp.dense_4h_to_h",
 }
 
-Config = dict[str, Any]
-ValueHeads = Literal["in turns", "by key head"]
-ReadConfig = Callable[[Metadata, Container], Config]
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """One value of `general.architecture`."""
-
-    read_config: ReadConfig
-    names: dict[str, str]  # a tensor's stem → its name in a checkpoint, {i} for the layer and
-    # {e} for each expert of those that lie in one tensor
-    rotated: tuple[str, ...] = ()  # rows of a head in the order of pairs that turn together
-    by_head: tuple[str, ...] = ()  # rows in the order q, k, v instead of head by head
-    transposed: tuple[str, ...] = ()  # [N, K] here and [K, N] in a checkpoint
-    norm_shift: float = 0.0  # that was added to the norms
-    value_heads: ValueHeads | None = None  # of layers with a delta rule
-
-
-def _layers(m: Metadata, c: Container) -> int:
-    """How many layers there are, each of which has tensors."""
-    key = m.own("block_count")
-    count = m.integer(key)
-    if count > len(c.tensors):
-        raise m.fail(key, count, f"at most {len(c.tensors)}, the tensors that the file has")
-    return count
-
-
-def _head_dim(m: Metadata) -> int:
-    heads, hidden = (m.integer(m.own(k)) for k in ("attention.head_count", "embedding_length"))
-    if heads == 0 or hidden % heads:
-        raise UnsupportedModelError(f"{heads} heads don't divide an embedding of {hidden}.")
-    dim = m.integer(m.own("attention.key_length"), hidden // heads)
-    if dim == 0:
-        raise m.fail(m.own("attention.key_length"), dim, "above 0")
-    if m.integer(m.own("attention.value_length"), dim) != dim:
-        raise m.fail(m.own("attention.value_length"), "another", f"the key's length, {dim}")
-    return dim
-
-
-def _rms_model(m: Metadata, c: Container, architecture: str, inner: int | None = None) -> Config:
-    """What Llama and its kin have in common; inner: where a file needn't say it."""
-    heads, dim = m.integer(m.own("attention.head_count")), _head_dim(m)
-    return {
-        "architectures": [architecture],
-        "hidden_size": m.integer(m.own("embedding_length")),
-        "intermediate_size": m.integer(m.own("feed_forward_length"), inner),
-        "num_hidden_layers": _layers(m, c),
-        "num_attention_heads": heads,
-        "num_key_value_heads": m.integer(m.own("attention.head_count_kv"), heads),
-        "head_dim": dim,
-        "rms_norm_eps": m.number(m.own("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": m.integer(m.own("context_length")),
-        **rope_config(m, c, dim),
-    }
-
-
-def _scale(m: Metadata, config: Config) -> None:
-    """A scale of the scores is refused where it isn't that of the head's length."""
-    usual = config["head_dim"] ** -0.5
-    given = m.number(m.own("attention.scale"), 0.0) or usual
-    if abs(given - usual) > 1e-6 * usual:
-        config["attention_multiplier"] = given
-
-
-def _biases(c: Container, config: Config) -> Config:
-    """Whether there are biases shows in the tensors alone."""
-    config["attention_bias"] = "blk.0.attn_q.bias" in c.tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in c.tensors
-    return config
-
 
 def _experts(m: Metadata, config: Config) -> Config:
     """What else is said of experts; their number is read of any architecture."""
@@ -186,9 +114,9 @@ def _experts(m: Metadata, config: Config) -> Config:
 
 
 def _llama(m: Metadata, c: Container) -> Config:
-    config = _biases(c, _rms_model(m, c, "LlamaForCausalLM"))
+    config = with_biases(c, rms_model(m, c, "LlamaForCausalLM"))
     m.get(m.own("tensor_data_layout"))  # "Meta AI original pth": what `rotated` undoes
-    _scale(m, config)
+    check_scale(m, config)
     window = m.integer(m.own("attention.sliding_window"), 0)
     if window:  # the same architecture there
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -202,20 +130,20 @@ def _llama(m: Metadata, c: Container) -> Config:
 
 
 def _qwen2(m: Metadata, c: Container) -> Config:
-    config = _rms_model(m, c, "Qwen2ForCausalLM")
-    _scale(m, config)
+    config = rms_model(m, c, "Qwen2ForCausalLM")
+    check_scale(m, config)
     return config
 
 
 def _qwen3(m: Metadata, c: Container) -> Config:
-    config = _biases(c, _rms_model(m, c, "Qwen3ForCausalLM"))
-    _scale(m, config)
+    config = with_biases(c, rms_model(m, c, "Qwen3ForCausalLM"))
+    check_scale(m, config)
     return config
 
 
 def _qwen2_moe(m: Metadata, c: Container) -> Config:
-    config = _rms_model(m, c, "Qwen2MoeForCausalLM")
-    _scale(m, config)
+    config = rms_model(m, c, "Qwen2MoeForCausalLM")
+    check_scale(m, config)
     config["num_experts"] = m.integer(m.own("expert_count"))  # as transformers calls it
     inner, chosen = config["intermediate_size"], m.integer(m.own("expert_used_count"))
     each = m.integer(m.own("expert_feed_forward_length"), inner // chosen)
@@ -227,8 +155,8 @@ def _qwen2_moe(m: Metadata, c: Container) -> Config:
 
 
 def _qwen3_moe(m: Metadata, c: Container) -> Config:
-    config = _biases(c, _rms_model(m, c, "Qwen3MoeForCausalLM"))
-    _scale(m, config)
+    config = with_biases(c, rms_model(m, c, "Qwen3MoeForCausalLM"))
+    check_scale(m, config)
     del config["mlp_bias"]
     config["moe_intermediate_size"] = m.integer(m.own("expert_feed_forward_length"))
     config["norm_topk_prob"] = True  # of all that there are; no key says it
@@ -236,22 +164,22 @@ def _qwen3_moe(m: Metadata, c: Container) -> Config:
 
 
 def _hybrid(m: Metadata, c: Container, architecture: str) -> Config:
-    config = _rms_model(m, c, architecture, inner=0)  # none where every layer has experts
-    _scale(m, config)
+    config = rms_model(m, c, architecture, inner=0)  # none where every layer has experts
+    check_scale(m, config)
     config |= delta.delta_config(m, c, config)
     return _experts(m, config) if "num_experts" in config else config
 
 
 def _olmoe(m: Metadata, c: Container) -> Config:
-    config = _biases(c, _rms_model(m, c, "OlmoeForCausalLM"))
-    _scale(m, config)
+    config = with_biases(c, rms_model(m, c, "OlmoeForCausalLM"))
+    check_scale(m, config)
     del config["mlp_bias"]
     return _experts(m, config)
 
 
 def _gpt_oss(m: Metadata, c: Container) -> Config:
-    config = _rms_model(m, c, "GptOssForCausalLM")
-    _scale(m, config)
+    config = rms_model(m, c, "GptOssForCausalLM")
+    check_scale(m, config)
     inner = m.integer(m.own("expert_feed_forward_length"), config["intermediate_size"])
     config["intermediate_size"] = inner
     config["sliding_window"] = m.integer(m.own("attention.sliding_window"), 0) or None
@@ -263,24 +191,14 @@ def _gpt_oss(m: Metadata, c: Container) -> Config:
 
 
 def _smollm3(m: Metadata, c: Container) -> Config:
-    config = _biases(c, _rms_model(m, c, "SmolLM3ForCausalLM"))
-    _scale(m, config)
-    return config
-
-
-def _olmo2(m: Metadata, c: Container) -> Config:
-    config = _biases(c, _rms_model(m, c, "Olmo2ForCausalLM"))
-    _scale(m, config)
-    if m.integer(m.own("attention.sliding_window"), 0):
-        raise UnsupportedModelError(
-            f"{c.path}: an olmo2 with a sliding window is an OLMo 3, which isn't built."
-        )
+    config = with_biases(c, rms_model(m, c, "SmolLM3ForCausalLM"))
+    check_scale(m, config)
     return config
 
 
 def _phi3(m: Metadata, c: Container) -> Config:
-    config = _rms_model(m, c, "Phi3ForCausalLM")
-    _scale(m, config)
+    config = rms_model(m, c, "Phi3ForCausalLM")
+    check_scale(m, config)
     config["sliding_window"] = m.integer(m.own("attention.sliding_window"), 0) or None
     return config
 
@@ -329,7 +247,7 @@ def _deepseek2(m: Metadata, c: Container) -> Config:
         raise m.fail(
             m.own("rope.dimension_count"), turning, f"below the key's length, {lengths[0]}"
         )
-    heads, layers = m.integer(m.own("attention.head_count")), _layers(m, c)
+    heads, layers = m.integer(m.own("attention.head_count")), layers_of(m, c)
     m.get(m.own("attention.head_count_kv"))
     config: Config = {
         "hidden_size": m.integer(m.own("embedding_length")),
@@ -364,8 +282,8 @@ def _deepseek2(m: Metadata, c: Container) -> Config:
 
 
 def _glm4_moe(m: Metadata, c: Container) -> Config:
-    config = _rms_model(m, c, "Glm4MoeForCausalLM")
-    _scale(m, config)
+    config = rms_model(m, c, "Glm4MoeForCausalLM")
+    check_scale(m, config)
     gate = m.integer(m.own("expert_gating_func"), _SIGMOID)
     if gate != _SIGMOID:
         raise m.fail(m.own("expert_gating_func"), gate, "2 (sigmoid)")
@@ -380,7 +298,7 @@ _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma(m: Metadata, c: Container, architecture: str, period: int) -> Config:
-    config = _rms_model(m, c, architecture)
+    config = rms_model(m, c, architecture)
     layers = config["num_hidden_layers"]
     largest = layers == _LARGEST_GEMMA[m.architecture]
     per_head = config["hidden_size"] / config["num_attention_heads"]
@@ -392,14 +310,7 @@ def _gemma(m: Metadata, c: Container, architecture: str, period: int) -> Config:
     whole = round(scalar)  # as configs have it; a float32 scale gives it back but for its rounding
     config["query_pre_attn_scalar"] = whole if abs(scalar - whole) < 1e-5 * scalar else scalar
     window = m.integer(m.own("attention.sliding_window"), 0)
-    pattern = m.get(m.own("attention.sliding_window_pattern"), period if window else 1)
-    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:
-        slides = [pattern == 0 or i % pattern < pattern - 1 for i in range(layers)]
-    elif isinstance(pattern, list) and len(pattern) >= layers:
-        slides = [bool(p) for p in pattern[:layers]]
-    else:
-        raise m.fail(m.own("attention.sliding_window_pattern"), pattern, f"one of {layers} layers")
-    config["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
+    config["layer_types"] = sliding_layers(m, layers, window, period)
     config["sliding_window"] = window or None
     for theirs in ("attn_logit_softcapping", "final_logit_softcapping"):
         default = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}}
@@ -425,7 +336,7 @@ def _gpt2(m: Metadata, c: Container) -> Config:
         "architectures": ["GPT2LMHeadModel"],
         "n_embd": m.integer(m.own("embedding_length")),
         "n_head": m.integer(m.own("attention.head_count")),
-        "n_layer": _layers(m, c),
+        "n_layer": layers_of(m, c),
         "n_positions": m.integer(m.own("context_length")),
         "n_inner": m.integer(m.own("feed_forward_length")),
         "layer_norm_epsilon": m.number(m.own("attention.layer_norm_epsilon")),
@@ -433,12 +344,12 @@ def _gpt2(m: Metadata, c: Container) -> Config:
 
 
 def _gpt_neox(m: Metadata, c: Container) -> Config:
-    dim = _head_dim(m)
+    dim = head_dim_of(m)
     return {
         "architectures": ["GPTNeoXForCausalLM"],
         "hidden_size": m.integer(m.own("embedding_length")),
         "intermediate_size": m.integer(m.own("feed_forward_length")),
-        "num_hidden_layers": _layers(m, c),
+        "num_hidden_layers": layers_of(m, c),
         "num_attention_heads": m.integer(m.own("attention.head_count")),
         "layer_norm_eps": m.number(m.own("attention.layer_norm_epsilon")),
         "max_position_embeddings": m.integer(m.own("context_length")),
@@ -451,56 +362,46 @@ def _gpt_neox(m: Metadata, c: Container) -> Config:
 def _delta_rule(
     architecture: str, names: dict[str, str], value_heads: ValueHeads = "in turns"
 ) -> Architecture:
-    names = _OUTER | _ATTENTION | _QK_NORMS | _NORMS | delta.NAMES | names
+    names = OUTER | ATTENTION | QK_NORMS | NORMS | delta.NAMES | names
     read = partial(_hybrid, architecture=architecture)
     return Architecture(read, names, norm_shift=1.0, value_heads=value_heads)
 
 
-_QK = ("attn_q", "attn_k")
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_llama, _DENSE | _MIXTRAL, rotated=_QK),
-    "qwen2": Architecture(_qwen2, _DENSE),
-    "qwen3": Architecture(_qwen3, _DENSE | _QK_NORMS),
-    "qwen2moe": Architecture(_qwen2_moe, _OUTER | _ATTENTION | _NORMS | _EXPERTS | _SHARE),
-    "qwen3moe": Architecture(_qwen3_moe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
-    "qwen35": _delta_rule("Qwen3_5ForCausalLM", _MLP),
+    "llama": Architecture(_llama, _LLAMA | _MIXTRAL, rotated=QK),
+    "qwen2": Architecture(_qwen2, _LLAMA),
+    "qwen3": Architecture(_qwen3, _LLAMA | QK_NORMS),
+    "qwen2moe": Architecture(_qwen2_moe, OUTER | ATTENTION | NORMS | _EXPERTS | _SHARE),
+    "qwen3moe": Architecture(_qwen3_moe, OUTER | ATTENTION | QK_NORMS | NORMS | _EXPERTS),
+    "qwen35": _delta_rule("Qwen3_5ForCausalLM", MLP),
     "qwen35moe": _delta_rule("Qwen3_5MoeForCausalLM", _EXPERTS | _SHARE),
     "qwen3next": _delta_rule("Qwen3NextForCausalLM", _EXPERTS | _SHARE, value_heads="by key head"),
-    "olmoe": Architecture(_olmoe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
+    "olmoe": Architecture(_olmoe, OUTER | ATTENTION | QK_NORMS | NORMS | _EXPERTS),
     "deepseek2": Architecture(
         _deepseek2,
-        _OUTER | _LATENTS | _MLP | _NORMS | _EXPERTS | _SHARED | _GUESSING,
+        OUTER | _LATENTS | MLP | NORMS | _EXPERTS | _SHARED | _GUESSING,
     ),
     "glm4moe": Architecture(
         _glm4_moe,
-        _OUTER
-        | _ATTENTION
-        | _QK_NORMS
-        | _MLP
-        | _NORMS
-        | {"post_attention_norm": f"{_LAYER}post_attention_layernorm"}
+        OUTER
+        | ATTENTION
+        | QK_NORMS
+        | MLP
+        | NORMS
+        | {"post_attention_norm": f"{LAYER}post_attention_layernorm"}
         | _EXPERTS
         | _SHARED
         | _GUESSING,
     ),
-    "gpt-oss": Architecture(_gpt_oss, _OUTER | _ATTENTION | _GPT_OSS),
-    "smollm3": Architecture(_smollm3, _DENSE, rotated=_QK),
-    "gemma2": Architecture(_gemma2, _OUTER | _ATTENTION | _MLP | _SANDWICH, norm_shift=1.0),
-    "gemma3": Architecture(
-        _gemma3, _OUTER | _ATTENTION | _MLP | _SANDWICH | _QK_NORMS, norm_shift=1.0
-    ),
-    "olmo2": Architecture(
-        _olmo2,
-        _OUTER
-        | _ATTENTION
-        | _MLP
-        | _QK_NORMS
-        | {k: v for k, v in _SANDWICH.items() if k.startswith("post_")},
-    ),
+    "gpt-oss": Architecture(_gpt_oss, OUTER | ATTENTION | _GPT_OSS),
+    "smollm3": Architecture(_smollm3, _LLAMA, rotated=QK),
+    "gemma2": Architecture(_gemma2, OUTER | ATTENTION | MLP | SANDWICH, norm_shift=1.0),
+    "gemma3": Architecture(_gemma3, OUTER | ATTENTION | MLP | SANDWICH | QK_NORMS, norm_shift=1.0),
     "phi3": Architecture(_phi3, _PHI3),
     "gpt2": Architecture(
         _gpt2, _GPT2, transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down")
     ),
     "gptneox": Architecture(_gpt_neox, _GPT_NEOX, by_head=("attn_qkv",)),
+    **DENSE,
 }
 """Built architectures by `general.architecture`."""

@@ -23,12 +23,20 @@ _REFUSED = {
 """Keys that any architecture may carry: what config.json calls them (which refuses them) and the
 value, beside 0, that asks for nothing."""
 
+_SAID = {"expert_count": "n_routed_experts", "logit_scale": "logits_scaling"}
+"""Those that some families call otherwise."""
+
 _MODEL_TYPES = {
+    "CohereForCausalLM": "cohere",
+    "Olmo3ForCausalLM": "olmo3",
+    "PhiForCausalLM": "phi",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Gemma3ForCausalLM": "gemma3_text",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "Ministral3ForCausalLM": "ministral3",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
@@ -80,8 +88,7 @@ def read_gguf_config(container: Container) -> dict[str, Any]:
     config |= _special_tokens(m)
     for theirs, (ours, off) in _REFUSED.items():
         value = m.get(m.own(theirs), off)
-        said = theirs == "expert_count" and "n_routed_experts" in config
-        if value not in (0, off) and not said:
+        if value not in (0, off) and _SAID.get(theirs) not in config:
             config[ours] = value
     if "num_local_experts" not in config:
         m.get(m.own("expert_used_count"))

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WeightsError
-from penstock.models.gguf.architectures import ARCHITECTURES, Architecture
+from penstock.models.gguf.architectures import ARCHITECTURES
 from penstock.models.gguf.blocks import Bytes
 from penstock.models.gguf.config import generation_config, is_tied, main_dtype, read_gguf_config
 from penstock.models.gguf.container import Container, TensorInfo, read_container
 from penstock.models.gguf.delta import DeltaOrder, Mixed
+from penstock.models.gguf.parts import Architecture
 from penstock.models.gguf.rope import FACTORS
 from penstock.quant import Codes, Scheme
 
