@@ -31,7 +31,8 @@ Run = Callable[..., Result]
 
 LATENTS = {"q", "q_down", "q_up", "kv", "heads"}
 MIXED = {"experts", "shared_up", "shared_down"}
-ROWS = set(OPS) - {"norm", "softcap"} - LATENTS - MIXED
+STATED = {"delta", "gate", "gates", "mixed"}
+ROWS = set(OPS) - {"norm", "softcap"} - LATENTS - MIXED - STATED
 """What a Llama shows: its matrices take the norms along, and there are neither cap nor experts."""
 
 
@@ -211,3 +212,22 @@ def test_attention_over_latents(penstock: Run, tmp_path: Path) -> None:
         "shared_down": 2,
     }  # fmt: skip
     assert "other" not in calls
+
+
+@pytest.mark.skipif(native.handle is None, reason="a program runs its operators one by one")
+def test_layers_with_states(penstock: Run, tmp_path: Path) -> None:
+    """Three have one and the first attends; what the delta rule reads is its states."""
+    made = make_tiny("qwen3_5", tmp_path / "m")
+    kept = tmp_path / "p.json"
+    result = penstock(
+        "profile", tmp_path / "m", "--prompt-len", 12, "--output-len", 4, "--json", kept
+    )
+    assert result.exit_code == 0, result.output
+    found = {row["op"]: row for row in json.loads(kept.read_text())["results"]["decode"]["ops"]}
+    assert {name: found[name]["calls"] for name in sorted(STATED)} == {
+        "delta": 3, "gate": 1, "gates": 3, "mixed": 3,
+    }  # fmt: skip
+    state = 4 * 4 * 16 * 32 + 4 * 2 * (2 * 2 * 16 + 4 * 32)  # float32, of two inputs before it
+    assert made.load().dtype is torch.float32
+    assert found["delta"]["bytes_moved"] == 3 * 2 * state
+    assert "other" not in found

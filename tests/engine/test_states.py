@@ -4,6 +4,7 @@ and whose each slot is.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock import LLM
-from penstock.cache import StateCache, StateLayout
+from penstock.cache import Node, StateCache, StateLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine, RequestOptions
 from penstock.engine.options import Pin
@@ -54,8 +55,10 @@ def engine_on(
     """breaks: every fifth step raises once it has run."""
     kwargs.setdefault("max_num_seqs", SEQS)
     config = EngineConfig.of(max_model_len=MAX_LEN, **kwargs)
-    layers, slots = model.spec.layers, 2 * config.scheduler.max_num_seqs + known
-    states = StateLayout(tuple(x.attention.state_shapes for x in layers), model.dtype, slots)
+    guesses = 0 if config.speculative is None else 12
+    layers, slots = model.spec.layers, 2 * config.scheduler.max_num_seqs + known + guesses
+    shapes = tuple(x.attention.state_shapes for x in layers)
+    states = StateLayout(shapes, model.dtype, slots, guesses)
     layout = replace(CPU.layout(layers, model.dtype, SIZE), states=states)
     kv = layout.allocate(blocks)
     for part in (part for layer in kv for part in layer):
@@ -151,7 +154,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "guesses": {"speculative_config": {"method": "ngram", "adaptive": False}},
     "guesses with little room": {
         "speculative_config": {"method": "ngram", "adaptive": False},
-        "known": 17,
+        "known": 0,
         "max_num_batched_tokens": 24,
     },
     "guesses in steps that break": {
@@ -378,9 +381,127 @@ def test_fewer_sequences_where_memory_is_short(
     few = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
     monkeypatch.undo()
     assert few == [o.outputs[0].token_ids for o in llm_of(hybrid).generate(prompts, params)]
-    monkeypatch.setattr(Device, "available_bytes", property(lambda self: int(room)))
-    with pytest.raises(OutOfCacheError, match=r"max_num_seqs=11 .* Lower it to 10"):
+    beside = (20 * layout.states.bytes_per_slot + 24 * layout.bytes_per_block) / 0.9 + 100
+    monkeypatch.setattr(Device, "available_bytes", property(lambda self: int(beside)))
+    assert llm_of(hybrid, max_num_seqs=10).runtime.layout.states.slots == 20
+    with pytest.raises(OutOfCacheError, match=r"max_num_seqs=11 .* room for 20\. Lower it to 10"):
         llm_of(hybrid, max_num_seqs=11)
+
+
+def test_a_runtime_is_asked_for_no_more_than_it_has(hybrid: Tiny) -> None:
+    """What was refused at loading is refused of an engine on it, too."""
+    runtime = llm_of(hybrid, max_num_seqs=3).runtime
+    for options, said in (
+        ({"max_num_seqs": 40}, "loaded with the states of 35 sequences"),
+        ({"speculative_config": {"method": "ngram"}}, "without room for the states that guesses"),
+        ({"speculative_config": {"method": "self"}}, "method='self' isn't built"),
+        ({"preemption_mode": "swap"}, "preemption_mode='swap' or a swap_space isn't built"),
+        ({"swap_space": 1.0}, "preemption_mode='swap' or a swap_space isn't built"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Engine(EngineConfig.of(**options), runtime)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"layout": "linear"}])
+def test_guesses_have_slots_of_their_own(hybrid: Tiny, options: dict[str, Any]) -> None:
+    """Where no prefixes are known, too."""
+    asked = {"method": "suffix", "adaptive": False}
+    llm = llm_of(hybrid, speculative_config=asked, **options)
+    prompts = [{"prompt_token_ids": hybrid.prompt[:20].tolist()}]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    first, second = (llm.generate(prompts, params)[0].outputs[0].token_ids for _ in range(2))
+    assert first == second
+    assert llm.stats()["spec_decode_num_accepted_tokens"] > 20
+
+
+def test_pins_and_marks_leave_those_that_run_their_slots(model: Decoder) -> None:
+    """However many there are: every slot beyond is taken by what comes first."""
+    engine = engine_on(model, max_num_seqs=2, known=3, enable_prefix_caching=True)
+    states = states_of(engine)
+    for i in range(6):
+        prompt = bits.prompt(130, 40 + i)
+        hits(engine, prompt, pins=tuple(Pin(32 * n, 100.0) for n in range(1, 5)))
+        assert len(states._pinned) <= 1
+    shared = bits.prompt(160, 3)
+    for cut in (40, 70, 100, 130):  # parts in many places at once
+        engine.add_request(str(cut), shared[:cut] + bits.prompt(40, cut), LONG)
+    while engine.has_unfinished:
+        assert all(output.error is None for output in engine.step())
+        check_states(engine)
+
+
+def test_while_an_answer_grows_one_state_of_it_is_known(model: Decoder) -> None:
+    engine = engine_on(model, max_num_seqs=1, known=12)
+    states = states_of(engine)
+    engine.add_request(
+        "x", bits.prompt(40, 3), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    )
+    while engine.has_unfinished:
+        engine.step()
+        assert len(states._after) <= 2  # the prompt's, and the latest
+    assert sorted(depth(node) * SIZE for node in states._after.values()) == [32, 224]
+
+
+def depth(node: Node | None) -> int:
+    return -1 if node is None else 1 + depth(node.parent)
+
+
+def test_a_reset_leaves_those_that_run_theirs(model: Decoder, alone: dict[Key, Tensor]) -> None:
+    engine = engine_on(model, max_num_batched_tokens=40)
+    recorder = Recorder(engine)
+    for name, prompt in PROMPTS.items():
+        engine.add_request(name, prompt, LONG)
+    while engine.has_unfinished:
+        engine.step()
+        engine.reset_prefix_cache()
+        check_states(engine)
+    assert_same(recorder.logits, alone)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_anything_at_once(model: Decoder, seed: int) -> None:
+    """Random engines and requests: each gets what it gets alone, and slots come back."""
+    rng = random.Random(seed)
+    options: dict[str, Any] = {
+        "max_num_seqs": rng.choice([3, 5, 8]), "known": rng.choice([0, 1, 5, 20]),
+        "blocks": rng.choice([24, 40, 160]), "max_num_batched_tokens": rng.choice([24, 64, 2048]),
+        "policy": rng.choice(["fcfs", "sjf"]), "breaks": rng.random() < 0.4,
+    }  # fmt: skip
+    if rng.random() < 0.5:
+        method = rng.choice(["ngram", "suffix"])
+        options["speculative_config"] = {"method": method, "adaptive": False}
+    engine = engine_on(model, **options)
+    plain = engine_on(model, known=0, enable_prefix_caching=False, max_num_seqs=1)
+    stems = [bits.prompt(rng.randint(20, 130), 100 + i) for i in range(3)]
+    asked: dict[str, tuple[list[int], SamplingParams]] = {}
+    for i in range(14):
+        prompt = rng.choice(stems)[: rng.choice([9, 32, 64, 96])]
+        prompt = prompt + bits.prompt(rng.randint(1, 60), rng.randint(200, 204))
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]), seed=i, max_tokens=rng.choice([1, 8, 40]),
+            ignore_eos=True,
+        )  # fmt: skip
+        asked[str(i)] = prompt, params
+    waiting, done = list(asked.items()), {}
+    while waiting or engine.has_unfinished:
+        while waiting and rng.random() < 0.6:
+            name, (prompt, params) = waiting.pop()
+            pins = (Pin(rng.randint(1, len(prompt)), 100.0),) if rng.random() < 0.3 else ()
+            salt = rng.choice([None, None, "a"])
+            engine.add_request(
+                name, prompt, params, options=RequestOptions(pins=pins, cache_salt=salt)
+            )
+        done |= {o.request_id: o for o in engine.step()}
+        check(engine)
+        check_states(engine)
+        if rng.random() < 0.03:
+            engine.reset_prefix_cache()
+    for name, (prompt, params) in asked.items():
+        assert done[name].error is None
+        plain.add_request(name, prompt, params)
+        while plain.has_unfinished:
+            for output in plain.step():
+                assert output.outputs[0].token_ids == done[name].outputs[0].token_ids
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -27,17 +27,23 @@ class States:
     """Gives slots to sequences, and knows which of them are after which prefix."""
 
     def __init__(
-        self, num_slots: int, max_num_seqs: int, block_size: int, tree: PrefixTree | None
+        self,
+        num_slots: int,
+        max_num_seqs: int,
+        block_size: int,
+        tree: PrefixTree | None,
+        guesses: int = 0,
     ) -> None:
-        """num_slots: two for each of `max_num_seqs`, and more, of which pins may hold half, and
-        guesses half. tree: None where nothing that was computed for one sequence is another's.
+        """num_slots: two for each of `max_num_seqs`, those of all `guesses`, and more, of which
+        pins may hold half. tree: None where nothing that was computed for one is another's.
         """
         self._pool = BlockPool(num_slots)
         self._size = block_size
         self._shares = tree is not None
         self._after: dict[int, Node] = {}  # of slots that are known: what they come after
         self._pinned: dict[Node, int] = {}  # the slots that pins hold
-        self._spare = max(num_slots - 2 * max_num_seqs, 0) // 2
+        self._most_pinned = max(num_slots - 2 * max_num_seqs - guesses, 0) // 2
+        self._guesses = guesses
         self._pool.on_evict = self._evicted
         if tree is not None:
             tree.on_lose = self._lose
@@ -152,7 +158,7 @@ class States:
 
     def most_guesses(self, running: int) -> int:
         """How many guesses each of so many that run may have: a state is left after each."""
-        return self._spare // max(running, 1)
+        return self._guesses // max(running, 1)
 
     def _go_on(self, sequence: Sequence, end: int) -> None:
         """Its state is after a whole block: it takes the place of the one before, unless that was
@@ -197,7 +203,7 @@ class States:
 
     def pin(self, node: Node) -> None:
         """Hold the state after a prefix that is pinned, where there is one, and room for that."""
-        room = len(self._pinned) < self._spare
+        room = len(self._pinned) < self._most_pinned
         if node.state >= 0 and node not in self._pinned and room:
             self._pool.share(node.state)
             self._pinned[node] = node.state
@@ -229,7 +235,8 @@ def states_of(
     """The slots of a cache; None of one that has none. pins: which hold states, too."""
     if layout.states is None:
         return None
-    states = States(layout.states.slots, max_num_seqs, layout.block_size, tree)
+    held = layout.states
+    states = States(held.slots, max_num_seqs, layout.block_size, tree, held.guesses)
     if pins is not None:
         pins.on_pin, pins.on_unpin = states.pin, states.unpin
     return states

@@ -134,7 +134,8 @@ def hybrid_layers(c: ConfigReader) -> list[AttentionSpec]:
     every, types = c.integer("full_attention_interval", 4), c.get("layer_types")
     if types is None:
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    if not isinstance(types, list) or len(types) != count or any(t not in kinds for t in types):
+    named = isinstance(types, list) and all(isinstance(t, str) and t in kinds for t in types)
+    if not named or len(types) != count:
         raise UnsupportedModelError(
             f"layer_types must say full_attention or linear_attention of {count} layers: {types!r}"
         )

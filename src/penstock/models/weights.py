@@ -488,9 +488,8 @@ def _check_complete(
     expected: dict[str, tuple[int, ...]],
     spec: ModelSpec,
 ) -> None:
-    unused = unknown + [
-        p for t, plan in plans.items() if t not in expected for p in plan.parts if p
-    ]
+    beyond = [p for t, plan in plans.items() if t not in expected for p in plan.parts if p]
+    unused = list(dict.fromkeys(unknown + beyond))  # two rules may take one
     if unused:
         raise WeightsError(
             f"{len(unused)} tensors in the checkpoint have no place in {spec.family!r}: "

@@ -89,6 +89,7 @@ class Runtime:
         elif self.layout.recent_window:
             config = config.storing("kivi")
         if self.layout.states is not None:
+            check_stateful(config, self.model.spec.decoder.layers)
             config = settled(config, self.layout.states)
         if self.adapters is not None:  # whatever the configuration says of them
             asked = config.speculative

@@ -37,7 +37,8 @@ def sized_cache(
     if opened is not None:
         config, mapped = with_depth(config, opened.asked), mapped + opened.later_bytes
     layout = layout_of(config, loaded, device, loaded.model.cached_layers)
-    layout = within_memory(layout, config, max(device.available_bytes - mapped, 0))
+    free_bytes = max(device.available_bytes - mapped, 0)
+    layout = within_memory(layout, config, loaded.max_model_len, free_bytes)
     beside = () if opened is None else tuple(opened.layouts)
     beside += others_layouts(loaded, layout)
     asked, reserved = config.speculative, 0
@@ -46,7 +47,6 @@ def sized_cache(
         guesses = 0 if asked is None else asked.most_tokens
         decoder, itemsize = loaded.spec.decoder, loaded.dtype.itemsize
         reserved += activation_bytes(decoder, itemsize, config.scheduler, guesses)
-    free_bytes = max(device.available_bytes - mapped, 0)
     blocks = plan_blocks(
         layout,
         config.cache,

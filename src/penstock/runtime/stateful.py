@@ -25,8 +25,11 @@ KNOWN = 64
 GUESSING = ("ngram", "suffix", "draft_model")
 """Methods whose guesses come one after another: of a tree, each way would need states."""
 
+GUESSES = 32
+"""Slots for what guesses leave, of all sequences together, where there are some."""
+
 SHARE = 4
-"""One part in so many of what a cache may take is for states, where it can't be for all."""
+"""One part in so many of what a cache may take is for states, where nobody has said how many."""
 
 
 def check_stateful(config: EngineConfig, layers: Sequence[LayerSpec]) -> None:
@@ -58,36 +61,64 @@ def with_states(
         return layout
     shapes = tuple(layer.attention.state_shapes for layer in layers)
     known = KNOWN if config.cache.enable_prefix_caching else 0
-    slots = 2 * config.scheduler.max_num_seqs + known
-    return replace(layout, states=StateLayout(shapes, loaded.dtype, slots))
+    guesses = 0 if config.speculative is None else GUESSES
+    slots = 2 * config.scheduler.max_num_seqs + known + guesses
+    return replace(layout, states=StateLayout(shapes, loaded.dtype, slots, guesses))
 
 
-def within_memory(layout: PagedLayout, config: EngineConfig, available: int) -> PagedLayout:
-    """The layout with as many slots as a share of `available` bytes holds.
+def within_memory(
+    layout: PagedLayout, config: EngineConfig, max_model_len: int, available: int
+) -> PagedLayout:
+    """The layout with as many slots as `available` bytes hold: of a max_num_seqs that was asked for
+    beside the blocks that there must be, else in a share of them.
 
-    Raises OutOfCacheError where those are too few for a max_num_seqs that was asked for.
+    Raises OutOfCacheError where those are too few for what was asked for.
     """
-    states, seqs = layout.states, config.scheduler.max_num_seqs
+    states, seqs, asked = layout.states, config.scheduler.max_num_seqs, "max_num_seqs"
     if states is None:
         return layout
-    room = int(available * config.cache.memory_fraction) // SHARE
-    slots = min(states.slots, max(room // states.bytes_per_slot, 3))
-    if slots < 2 * seqs and "max_num_seqs" in config.given:
+    room = int(available * config.cache.memory_fraction)
+    if asked in config.given:
+        blocks = config.cache.num_blocks or layout.blocks_for(max_model_len)
+        room = max(room - blocks * layout.bytes_per_block, 0)
+    else:
+        room //= SHARE
+    least = states.guesses + 2
+    found = replace(states, slots=min(states.slots, max(room // states.bytes_per_slot, least)))
+    if found.sequences < seqs and asked in config.given:
         raise OutOfCacheError(
-            f"max_num_seqs={seqs} sequences have two states each of "
-            f"{states.bytes_per_slot / (1 << 20):.1f} MiB, but a quarter of the cache's memory "
-            f"holds {slots}. Lower it to {slots // 2}, or free some memory."
+            f"max_num_seqs={seqs} sequences have two states each of {_size(states)}, but beside "
+            f"{blocks} blocks of the cache there is room for {found.slots}. Lower it to "
+            f"{found.sequences}, lower max_model_len, or free some memory."
         )
-    return replace(layout, states=replace(states, slots=slots))
+    return replace(layout, states=found)
 
 
 def settled(config: EngineConfig, states: StateLayout) -> EngineConfig:
-    """`config` for no more sequences than there are states for."""
-    most, scheduler = states.slots // 2, config.scheduler
+    """`config` for no more sequences than there are states for.
+
+    Raises ConfigError where more were asked for, or guesses, of which nobody knew at loading.
+    """
+    most, scheduler = states.sequences, config.scheduler
+    if config.speculative is not None and not states.guesses:
+        raise ConfigError(
+            "The runtime was loaded without room for the states that guesses leave. Load it with "
+            "this speculative_config."
+        )
     if scheduler.max_num_seqs <= most:
         return config
+    if "max_num_seqs" in config.given:
+        raise ConfigError(
+            f"max_num_seqs={scheduler.max_num_seqs}, but the runtime was loaded with the states of "
+            f"{most} sequences. Lower it, or load the runtime with it."
+        )
     logger.info(
-        "Up to %d sequences run at once: a state is %.1f MiB, and there is room for %d.",
-        most, states.bytes_per_slot / (1 << 20), states.slots,
+        "Up to %d sequences run at once: a state is %s, and there is room for %d.",
+        most, _size(states), states.slots,
     )  # fmt: skip
     return replace(config, scheduler=replace(scheduler, max_num_seqs=most))
+
+
+def _size(states: StateLayout) -> str:
+    size = states.bytes_per_slot
+    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.1f} KiB"

@@ -25,7 +25,7 @@ from penstock.hardware import AnyPeaks
 from penstock.roofline import Cost, CostModel, StepSize, floor_s
 from penstock.runtime import Runtime
 from penstock.sampling import Sampler, SamplingParams, SequenceSampling
-from penstock.step import Step
+from penstock.step import StatefulStep, Step
 
 MOST_COUNTS: Final = 8
 """Numbers of rows that are timed after a run, the most frequent; between them, by the line."""
@@ -127,14 +127,21 @@ def _step(rows: int, like: Like, runtime: Runtime) -> Step:
     starts = np.cumsum([0, *queries])
     owner = np.repeat(np.arange(batch), queries)
     positions = np.arange(rows) - starts[owner] + past
-    return Step(
-        tokens=_whole([like.tokens[i % len(like.tokens)] for i in range(rows)]),
-        positions=_whole(positions),
-        slots=_whole(table[owner, positions // size] * size + positions % size),
-        query_start=_whole(starts),
-        context_len=_whole([past + count for count in queries]),
-        block_table=_whole(table),
-        sample_at=_whole(np.arange(rows)),
+    arrays = (
+        _whole([like.tokens[i % len(like.tokens)] for i in range(rows)]),
+        _whole(positions),
+        _whole(table[owner, positions // size] * size + positions % size),
+        _whole(starts),
+        _whole([past + count for count in queries]),
+        _whole(table),
+        _whole(np.arange(rows)),
+    )
+    states = runtime.layout.states
+    if states is None:
+        return Step(*arrays)
+    kept = np.arange(min(rows, states.slots - batch))  # as many as are left after guesses
+    return StatefulStep(
+        *arrays, _whole(np.arange(batch)), _whole(np.stack((kept, batch + kept), axis=1))
     )
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from penstock.bench.finding import Finding
-from penstock.cache import PagedLayout
+from penstock.cache import PagedLayout, StateCache, holds_states
 from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.engine.request import Sequence as Running
@@ -27,7 +27,7 @@ from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.sampling import SamplingParams
 from penstock.speculate.draft_model import DraftModelProposer
 from penstock.speculate.eagle import EagleProposer
-from penstock.step import KV, Step
+from penstock.step import KV, StatefulStep, Step
 
 OUTPUTS: Final = (24, 52)
 """Tokens of an output behind which the caches are looked at."""
@@ -93,7 +93,8 @@ class _Blocks:
     def __init__(self, kv: KV, blocks: Sequence[int], places: Sequence[int] | None = None) -> None:
         """places: None for the first ones."""
         index = torch.tensor(blocks, dtype=torch.int64)
-        self.layers = [[_of(part, index) for part in layer[:4]] for layer in kv]
+        held = (layer for layer in kv if not isinstance(layer, StateCache))  # those lie in no block
+        self.layers = [[_of(part, index) for part in layer[:4]] for layer in held]
         self.places = range(len(blocks)) if places is None else places
 
     def __len__(self) -> int:
@@ -191,12 +192,23 @@ def _computed(
     try:
         for first in range(0, len(tokens), CHUNK):
             last = min(first + CHUNK, len(tokens))
-            runner.forward(_step(tokens, first, last, blocks))
+            step = _step(tokens, first, last, blocks)
+            runner.forward(_going_on(step, first // CHUNK) if holds_states(kv) else step)
             if states is not None:
                 states.store[first:last] = store[: last - first]
     finally:
         decoder.kept = kept
     return _Blocks(runner.kv, range(blocks))
+
+
+def _going_on(step: Step, number: int) -> Step:
+    """The chunk of that number, from the state that the one before has left: two slots by turns."""
+    states = torch.tensor([(number - 1) % 2 if number else -1], dtype=torch.int32)
+    kept = torch.tensor([[step.num_tokens - 1, number % 2]], dtype=torch.int32)
+    return StatefulStep(
+        step.tokens, step.positions, step.slots, step.query_start, step.context_len,
+        step.block_table, step.sample_at, states, kept,
+    )  # fmt: skip
 
 
 def _step(tokens: Sequence[int], first: int, last: int, blocks: int) -> Step:

@@ -38,6 +38,12 @@ class StateLayout:
     shapes: tuple[tuple[Shape, Shape] | None, ...]
     dtype: torch.dtype  # of inputs
     slots: int
+    guesses: int = 0  # of them, for what guesses leave
+
+    @property
+    def sequences(self) -> int:
+        """How many may run at once, with two slots each."""
+        return (self.slots - self.guesses) // 2
 
     @property
     def bytes_per_slot(self) -> int:
