@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.stories import STORIES, VOCAB
+from tests.models.tiny import make_tiny
 
 from penstock.bench.finding import Finding
+from penstock.bench.speculate import stale
 from penstock.bench.speculate.checkup import (
     Checkup,
     check_up,
@@ -166,6 +168,30 @@ def test_a_corrupted_block(which: str) -> None:
     assert (found.check, found.level) == ("cache", "bug")
     assert f"The {which}'s keys and values in layer 3" in found.text
     assert f"positions {size} to {2 * size - 1}" in found.text
+
+
+def test_layers_with_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of those that attend are looked at; a fresh cache's states go on by chunks."""
+    folder = make_tiny("qwen3_5", tmp_path).folder
+    found = check_up(str(folder), SpeculativeConfig("suffix"), PEAKS)
+    assert found.findings == [] or {f.level for f in found.findings} == {"hint"}
+    assert found.positions > 0
+    config = EngineConfig.of(
+        model=folder, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=2, dtype="float32"
+    )
+    runtime = load_runtime(config)
+    engine = Engine(config, runtime)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    engine.add_request("a", [3 + i * i % 300 for i in range(240)], params)
+    while not engine.scheduler.running or engine.scheduler.running[0].num_output < 5:
+        engine.step()
+    (sequence,), size = engine.scheduler.running, runtime.layout.block_size
+    monkeypatch.setattr(stale, "CHUNK", 64)
+    findings, positions = stale_blocks(engine, sequence)
+    assert findings == [] and positions == 240 // size * size
+    runtime.runner.kv[0][1][sequence.blocks[4]].view(-1)[5] += 1  # of the layer that attends
+    (wrong,), _ = stale_blocks(engine, sequence)
+    assert f"positions {4 * size} to {5 * size - 1}" in wrong.text
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
