@@ -171,7 +171,7 @@ def test_a_corrupted_block(which: str) -> None:
 
 
 def test_layers_with_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of those that attend are looked at; a fresh cache's states go on by chunks."""
+    """Keys and values of attending layers are looked at; a fresh cache goes on by chunks."""
     folder = make_tiny("qwen3_5", tmp_path).folder
     found = check_up(str(folder), SpeculativeConfig("suffix"), PEAKS)
     assert found.findings == [] or {f.level for f in found.findings} == {"hint"}
