@@ -461,6 +461,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("exaone4", {"sliding_window_pattern": 0}, "must be a number of layers or letters L and G: 0"),
     ("seed-oss", {"sliding_window": 0, "num_experts": 4}, "mixtures of experts aren't built"),
     ("arcee", {"hidden_act": "silu"}, "hidden_act='silu'; built for this family: 'relu2'"),
+    ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'swish'"),
+    ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'swish'"),
     ("hunyuan", {"use_qk_norm": False}, "use_qk_norm=False"),
     ("hunyuan", {"use_cla": True}, "use_cla=True"),
     ("hunyuan", {"attention_head_dim": 32}, "attention_head_dim=32"),

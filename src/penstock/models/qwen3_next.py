@@ -110,6 +110,7 @@ def hybrid_layers(c: ConfigReader) -> list[AttentionSpec]:
     dim = head_dim(c, 256)
     c.only("attn_output_gate", (True,), True)
     c.only("output_gate_type", ("swish", "silu"), "swish")
+    c.only("hidden_act", ("swish", "silu"), "silu")  # the convolution's too, and that is built so
     c.get("mamba_ssm_dtype")  # states are float32 here
     turning = c.get("rope_parameters")
     if isinstance(turning, dict) and turning.get("mrope_interleaved"):  # transformers' sections

@@ -38,19 +38,26 @@ def check_stateful(config: EngineConfig, layers: Sequence[LayerSpec]) -> None:
         return
     scheduler, asked = config.scheduler, config.speculative
     swaps = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)
-    given = {
-        f"method={asked and asked.method!r}": asked is not None and asked.method not in GUESSING,
-        "preemption_mode='swap' or a swap_space": swaps,
-        "a prefix_cache_dir": config.cache.prefix_cache_dir is not None,
-        "enable_lora": config.lora.enable_lora,
-        "kv_cache_dtype='kivi'": config.cache.kv_cache_dtype == "kivi",
-    }
-    for name, there in given.items():
+    known = config.cache.prefix_cache_dir is not None
+    trees = asked is not None and asked.method not in GUESSING
+    given = (
+        (f"method={asked and asked.method!r}", trees, f"Take one of {', '.join(GUESSING)}."),
+        ("preemption_mode='swap' or a swap_space", swaps, "Leave it out."),
+        ("a prefix_cache_dir", known, "Leave it out: what is in memory is found without."),
+        ("LoRA (enable_lora)", config.lora.enable_lora, "Merge: penstock export --merge-lora."),
+        ("kv_cache_dtype='kivi'", config.cache.kv_cache_dtype == "kivi", "int8 and int4 are."),
+    )
+    for name, there, instead in given:
         if there:
             raise ConfigError(
                 f"{name} isn't built for models whose layers have states (gated delta rule) in "
-                "place of keys and values. Leave it out."
+                f"place of keys and values. {instead}"
             )
+    if asked is not None and (asked.num_speculative_tokens or 0) > GUESSES:
+        raise ConfigError(
+            f"num_speculative_tokens={asked.num_speculative_tokens}, but each guess leaves a state "
+            f"and there are slots for {GUESSES}, of all sequences together. Lower it."
+        )
 
 
 def with_states(

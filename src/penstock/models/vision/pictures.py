@@ -89,7 +89,7 @@ class Pictures:
         if len(parts) - 1 != len(pictures):
             raise InvalidPromptError(
                 f"The prompt has {len(parts) - 1} × {self.placeholder} for {len(pictures)} "
-                "pictures. Write it once for each of them, where it belongs."
+                f"pictures. Write {self.written} for each of them, where it belongs."
             )
         return parts[0] + "".join(
             p.text + rest for p, rest in zip(pictures, parts[1:], strict=True)
