@@ -35,7 +35,7 @@ def logits(runtime: Runtime) -> list[Tensor]:
     size = runtime.layout.block_size
     found = []
     for tokens in (100, 8):
-        step = make_step(tokens, LIMITS, size)
+        step = make_step(tokens, LIMITS, size, stated=runtime.layout.states is not None)
         step.tokens.copy_(torch.arange(tokens) * 7 % 300 + 3)
         found.append(runtime.runner.forward(step).clone())
     found.append(HiddenRunner(runtime.model.model, runtime.runner).forward(step).clone())
