@@ -13,6 +13,22 @@ class Terminated(KeyboardInterrupt):
     """The process is asked to end; whatever cleans up after Ctrl-C does so after this."""
 
 
+_asked = threading.Event()
+
+
+@contextmanager
+def terminated_first() -> Iterator[None]:
+    """Raise `Terminated` where a command fails after SIGTERM: C code may put an error of its own in
+    the place of what interrupts it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _asked.is_set():
+            raise Terminated from error
+        raise
+
+
 @contextmanager
 def heeding_sigterm() -> Iterator[None]:
     """Raise `Terminated` in the main thread at SIGTERM; a second one ends the process at once."""
@@ -22,6 +38,7 @@ def heeding_sigterm() -> Iterator[None]:
         return
 
     def end(number: int, _: object) -> NoReturn:
+        _asked.set()
         signal.signal(number, signal.SIG_DFL)
         raise Terminated
 

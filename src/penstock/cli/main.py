@@ -35,7 +35,7 @@ from penstock.cli import (
     tune,
 )
 from penstock.cli import run as batch
-from penstock.cli.ending import Terminated, heeding_sigterm
+from penstock.cli.ending import Terminated, heeding_sigterm, terminated_first
 from penstock.cli.loading import collect_rarely
 from penstock.errors import PenstockError
 
@@ -72,7 +72,8 @@ class _Program(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with terminated_first():
+                return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
             if console.is_terminal():
                 typer.echo(err=True)  # below what was being shown
