@@ -275,7 +275,7 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.heads.y = y;
     a.heads.rows = rows;
     a.angles.positions = step.positions;
-  } else if constexpr (std::is_same_v<Args, GateRowsArgs>) {
+  } else if constexpr (std::is_same_v<Args, GateRowsArgs> || std::is_same_v<Args, GateByArgs>) {
     a.x = x;
     a.x_stride = stride;
     a.y = y;
@@ -301,12 +301,6 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.kept_count = step.kept_count;
     a.tokens = rows;
     a.y = y;
-  } else if constexpr (std::is_same_v<Args, GateByArgs>) {
-    a.x = x;
-    a.x_stride = stride;
-    a.y = y;
-    a.y_stride = out.columns;
-    a.rows = rows;
   } else if constexpr (std::is_same_v<Args, HeadsArgs>) {
     a.x = x;
     a.x_stride = stride;
