@@ -27,11 +27,12 @@ from penstock.bench.texts import Text
 from penstock.bench.variant import Variant
 from penstock.cache import PagedLayout
 from penstock.errors import ConfigError
+from penstock.models.checkpoint import Source
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel
 from penstock.models.registry import read_spec
 from penstock.models.sources import open_source
-from penstock.models.weights import Source, load_weights, stored_formats
+from penstock.models.weights import load_weights, stored_formats
 from penstock.nn import Decoder
 from penstock.pipeline import qat
 from penstock.pipeline.calibration import from_texts

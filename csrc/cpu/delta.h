@@ -1,4 +1,5 @@
-// The gated delta rule: what its kernel is given. ops/delta.py has the formulas and the layouts.
+// Layers with states: what their kernels are given. ops/delta.py, ops/short_conv.py have the formulas and
+// the layouts.
 #pragma once
 
 #include "kernels.h"
@@ -31,6 +32,26 @@ struct DeltaArgs {
   int threads;
 
   int64_t turned() const { return 2 * key_heads * key_dim + heads * value_dim; }
+};
+
+struct ShortConvArgs {
+  const void* x;  // [tokens, 3 · dim]: the first gate, the second, and what goes through both
+  int64_t x_stride;
+  const float* conv;  // [width, dim]
+  const float* bias;  // [dim], or null
+  int64_t width;
+  const int32_t* query_start;
+  int64_t sequences;
+  const int32_t* states;  // as DeltaArgs'
+  const int32_t* kept;
+  int64_t kept_count;
+  void* inputs;          // [slots, width − 1, dim]
+  int64_t inputs_pitch;  // elements from a slot to the next
+  int64_t slots;
+  void* y;  // [tokens, dim] contiguous
+  int64_t tokens, dim;
+  DType dtype;
+  int threads;
 };
 
 // y *= σ(x). ops/gate_by.py.

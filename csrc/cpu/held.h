@@ -46,6 +46,12 @@ struct Held {
     block_size = its_size;
   }
 
+  void take_slots(int64_t its_slots) {
+    STD_TORCH_CHECK(slots == 0 || slots == its_slots,
+                    "The states of one program must be as many in each layer");
+    slots = its_slots;
+  }
+
   // The program is this rank's of so many.
   void share_rows(int64_t its_rank, int64_t its_ranks) {
     STD_TORCH_CHECK(!shares_rows || (rank == its_rank && ranks == its_ranks),

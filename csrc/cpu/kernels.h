@@ -439,12 +439,13 @@ struct LoraArgs {
 // The products of the kernels in use.
 void lora_add(const LoraArgs& a);
 
-// Mixtures of experts (mixture.h), attention over latents (latent.h), the delta rule (delta.h).
+// Mixtures of experts (mixture.h), attention over latents (latent.h), layers with states (delta.h).
 struct RouteArgs;
 struct CombineArgs;
 struct TurnArgs;
 struct LatentCacheArgs;
 struct DeltaArgs;
+struct ShortConvArgs;
 struct GateByArgs;
 
 // One table for each instruction set.
@@ -466,6 +467,7 @@ struct Kernels {
   void (*turn)(const TurnArgs&);
   void (*latent_cache)(const LatentCacheArgs&);
   void (*delta_rule)(const DeltaArgs&);
+  void (*short_conv)(const ShortConvArgs&);
   void (*gate_by)(const GateByArgs&);
   void (*attention)(const AttentionArgs&);
   void (*ring_attention)(const RingArgs&);

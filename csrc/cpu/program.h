@@ -29,8 +29,8 @@ struct StepArrays {
   const int32_t* sample_at;
   const int32_t* copies;    // [copied, 2]
   const int32_t* adapters;  // [count]; null: no row has one
-  const int32_t* states;    // [sequences], of DeltaArgs; null: each begins with the step
-  const int32_t* kept;      // [kept_count, 2], of DeltaArgs
+  const int32_t* states;    // [sequences], of layers with states; null: each begins with the step
+  const int32_t* kept;      // [kept_count, 2], of those
   int64_t table_stride, count, sequences, sampled, copied, kept_count;
   // Where ranks have some rows each (ring.h): those arrays are this one's tokens and positions, and else
   // of all rows.
@@ -67,7 +67,8 @@ class Program {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
                  ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
                  RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs, PassArgs,
-                 ForeignRowsArgs, RingArgs, RingLatentsArgs, GatherRowsArgs, DeltaArgs, GateByArgs>
+                 ForeignRowsArgs, RingArgs, RingLatentsArgs, GatherRowsArgs, DeltaArgs,
+                 ShortConvArgs, GateByArgs>
         args;
     int x, y;
     Ids ids;

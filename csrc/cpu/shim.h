@@ -261,6 +261,9 @@ Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_s
 
 DeltaArgs delta_args(Form x, Form gates, const Tensor& conv, const Tensor& rates,
                      const Tensor& shift, const Tensor& norm, double eps, const Tensor& state, const Tensor& inputs);
+// The sequences of a step without a cache's blocks.
+Sequences sequences_of_states(const Tensor& query_start, const Tensor& context_len, int64_t tokens,
+                              const char* what);
 // What sequences go on from and what is kept of them, in `slots`. Returns how much is kept.
 int64_t check_states(const Sequences& s, const Optional& states, const Optional& kept, int64_t slots,
                      const char* what);

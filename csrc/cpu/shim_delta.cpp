@@ -45,6 +45,19 @@ DeltaArgs delta_args(Form x, Form gates, const Tensor& conv, const Tensor& rates
   return a;
 }
 
+Sequences sequences_of_states(const Tensor& query_start, const Tensor& context_len, int64_t tokens,
+                              const char* what) {
+  Sequences s = {};
+  s.count = context_len.numel();
+  s.query_start = integers(query_start, s.count + 1, "query_start");
+  s.context_len = integers(context_len, s.count, "context_len");
+  STD_TORCH_CHECK(s.query_start[0] == 0 && s.query_start[s.count] == tokens, what,
+                  ": query_start must go from 0 to ", tokens);
+  for (int64_t b = 0; b < s.count; b++)
+    STD_TORCH_CHECK(s.query_start[b] <= s.query_start[b + 1], what, ": query_start falls");
+  return s;
+}
+
 int64_t check_states(const Sequences& s, const Optional& states, const Optional& kept, int64_t slots,
                      const char* what) {
   if (!states) {
@@ -84,14 +97,7 @@ Tensor delta_rule(const Tensor& mixed, const Tensor& gates, const Tensor& conv, 
   a.tokens = mixed.size(0);
   STD_TORCH_CHECK(gates.size(0) == a.tokens, "delta_rule: gates has ", gates.size(0), " rows, mixed ",
                   a.tokens);
-  Sequences s = {};
-  s.count = context_len.numel();
-  s.query_start = integers(query_start, s.count + 1, "delta_rule: query_start");
-  s.context_len = integers(context_len, s.count, "delta_rule: context_len");
-  STD_TORCH_CHECK(s.query_start[0] == 0 && s.query_start[s.count] == a.tokens,
-                  "delta_rule: query_start must go from 0 to ", a.tokens);
-  for (int64_t b = 0; b < s.count; b++)
-    STD_TORCH_CHECK(s.query_start[b] <= s.query_start[b + 1], "delta_rule: query_start falls");
+  const Sequences s = sequences_of_states(query_start, context_len, a.tokens, "delta_rule");
   a.kept_count = check_states(s, states, kept, a.slots, "delta_rule");
   if (states) a.states = static_cast<const int32_t*>(states->data_ptr());
   if (a.kept_count > 0) a.kept = static_cast<const int32_t*>(kept->data_ptr());
@@ -139,9 +145,7 @@ int64_t program_delta_rule(int64_t id, int64_t mixed, int64_t gates, const Tenso
   p->check_all_rows(gates, "delta_rule");
   const DeltaArgs a =
       delta_args(p->form(mixed), p->form(gates), conv, rates, shift, norm, eps, state, inputs);
-  STD_TORCH_CHECK(p->slots == 0 || p->slots == a.slots,
-                  "The states of one program must be as many in each layer");
-  p->slots = a.slots;
+  p->take_slots(a.slots);
   p->keep_all(conv, rates, shift, norm, state, inputs);
   const int64_t y = p->result({a.dtype, a.heads * a.value_dim}, mixed);
   p->program.add({a, static_cast<int>(mixed), static_cast<int>(y), Ids::tokens,

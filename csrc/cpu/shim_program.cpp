@@ -406,7 +406,7 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   STD_TORCH_CHECK(step.copied == 0 || !p->recent.slots, "There are no copies beside a window");
   if (step.copied > 0) step.copies = static_cast<const int32_t*>(copies->data_ptr());
   if (p->slots > 0) {
-    step.kept_count = check_states(s, states, kept, p->slots, "delta_rule");
+    step.kept_count = check_states(s, states, kept, p->slots, "states");
     if (states) step.states = static_cast<const int32_t*>(states->data_ptr());
     if (step.kept_count > 0) step.kept = static_cast<const int32_t*>(kept->data_ptr());
   }

@@ -86,7 +86,9 @@ class ForkedStep(Step):
 
 @dataclass(frozen=True, slots=True)
 class StatefulStep(Step):
-    """A step of a model some of whose layers have states in place of a cache (`ops.delta`)."""
+    """A step of a model some of whose layers have states in place of a cache (`ops.delta`,
+    `ops.short_conv`).
+    """
 
     states: Tensor
     kept: Tensor

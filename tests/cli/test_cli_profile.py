@@ -31,7 +31,8 @@ Run = Callable[..., Result]
 
 LATENTS = {"q", "q_down", "q_up", "kv", "heads"}
 MIXED = {"experts", "shared_up", "shared_down"}
-STATED = {"delta", "gate", "gates", "mixed"}
+DELTA = {"delta", "gate", "gates", "mixed"}
+STATED = DELTA | {"conv"}
 ROWS = set(OPS) - {"norm", "softcap"} - LATENTS - MIXED - STATED
 """What a Llama shows: its matrices take the norms along, and there are neither cap nor experts."""
 
@@ -224,10 +225,25 @@ def test_layers_with_states(penstock: Run, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     found = {row["op"]: row for row in json.loads(kept.read_text())["results"]["decode"]["ops"]}
-    assert {name: found[name]["calls"] for name in sorted(STATED)} == {
+    assert {name: found[name]["calls"] for name in sorted(DELTA)} == {
         "delta": 3, "gate": 1, "gates": 3, "mixed": 3,
     }  # fmt: skip
     state = 4 * 4 * 16 * 32 + 4 * 2 * (2 * 2 * 16 + 4 * 32)  # float32, of two inputs before it
     assert made.load().dtype is torch.float32
     assert found["delta"]["bytes_moved"] == 3 * 2 * state
+    assert "other" not in found
+
+
+@pytest.mark.skipif(native.handle is None, reason="a program runs its operators one by one")
+def test_layers_with_convolutions(penstock: Run, tmp_path: Path) -> None:
+    """Three of four layers have one, whose two latest inputs are read and written."""
+    make_tiny("lfm2", tmp_path / "m")
+    kept = tmp_path / "p.json"
+    result = penstock(
+        "profile", tmp_path / "m", "--prompt-len", 12, "--output-len", 4, "--json", kept
+    )
+    assert result.exit_code == 0, result.output
+    found = {row["op"]: row for row in json.loads(kept.read_text())["results"]["decode"]["ops"]}
+    assert (found["conv"]["calls"], found["mixed"]["calls"], found["qkv"]["calls"]) == (3, 3, 1)
+    assert found["conv"]["bytes_moved"] == 3 * 2 * (4 * 2 * 64)
     assert "other" not in found

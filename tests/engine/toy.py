@@ -104,7 +104,9 @@ def toy_runtime(
     spec = ModelSpec("toy", decoder, (), "float32", None, eos)
     dense = Dense(torch.float32)
     model: Any = SimpleNamespace(
-        formats=WeightFormats(dense, dense), last_hidden_state=lambda: Toy(HIDDEN)
+        formats=WeightFormats(dense, dense),
+        last_hidden_state=lambda: Toy(HIDDEN),
+        named_parameters=lambda: [],
     )
     loaded = LoadedModel(model, spec, torch.float32, max_model_len, generation or {}, eos)
     ids = torch.full((num_blocks, block_size), -1, dtype=torch.int32)

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.cache import RecentBlocks, StateLayout, kv_dtype
 from penstock.nn import (
     AttentionSpec,
+    ConvSpec,
     Decoder,
     DecoderSpec,
     DeltaSpec,
@@ -65,6 +66,8 @@ RANKED = " of low rank"
 """… of one that keeps keys and values in fewer dimensions than their heads have."""
 STATED = " with states"
 """… of one whose layers have states in place of keys and values, but for one."""
+CONVOLVED = " of convolutions"
+"""… of one whose layers have short convolutions in that place, but for one."""
 SLOTS = 600
 """For states."""
 
@@ -119,6 +122,21 @@ def stated_spec() -> DecoderSpec:
     return replace(decoder_spec(), layers=layers)
 
 
+def convolved_spec() -> DecoderSpec:
+    """`decoder_spec` with short convolutions around attention, one with biases."""
+    first, second, third = decoder_spec().layers
+    biased = AttentionSpec(
+        1, 1, 224, 1.0, None, qkv_bias=True, out_bias=True, conv=ConvSpec(224, 3, bias=True)
+    )
+    wide = AttentionSpec(1, 1, 224, 1.0, None, conv=ConvSpec(224, 9))
+    layers = (
+        replace(first, attention=biased),
+        replace(second, attention=first.attention),
+        replace(third, attention=wide),
+    )
+    return replace(decoder_spec(), layers=layers)
+
+
 def decoder_spec(layers: int = 3) -> DecoderSpec:
     """Every feature that changes the order of additions: GQA, window, soft cap, norms, biases."""
     rope = RopeSpec(10000.0, 64)
@@ -163,6 +181,7 @@ def fill(model: Decoder) -> Decoder:
 
 def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
     kinds = {MIXED: mixed_spec, LATENT: latent_spec, RANKED: ranked_spec, STATED: stated_spec}
+    kinds[CONVOLVED] = convolved_spec
     for ending, spec in kinds.items():
         if quantization is not None and quantization.endswith(ending):
             name = quantization.removesuffix(ending)

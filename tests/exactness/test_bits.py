@@ -8,7 +8,7 @@ import torch
 from penstock.kernels import native
 from penstock.nn import Decoder
 
-from .bits import LATENT, RANKED, STATED, Machine, alone, build, digest, prompt
+from .bits import CONVOLVED, LATENT, RANKED, STATED, Machine, alone, build, digest, prompt
 
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
@@ -31,6 +31,9 @@ GOLDEN = {
     "bfloat16 with states": "270864b3f28d50f58b035614b29816c3b966f0618325b55d37d9e032509cee3c",
     "float32 with states": "b681a196bb8a65d1e300fe38de1cb9e127fea77b6790cb6a0a10280642323416",
     "w8a8 with states": "cf035de8e3e4f8af95f9d4ebd7793eb796b5b177624da4666c1b172a613f1075",
+    "bfloat16 of convolutions": "6c62c761c08283c6bda33fe0b5cd4a658109efd5bbde5ee258fcb92801ecddb5",
+    "float32 of convolutions": "5d7077e1f427fb857b18883a35b88f31f393efb89ecfef02595993ccc9899edd",
+    "w8a8 of convolutions": "88b53cccf750887e9533b8840a4bafb6d8c035042705483f755176484c6c361f",
     "w4a8-g128-asym": "8436f56a28ab2c3d244613215f3488049fc3405b9b120d674fe68b19cc2c96dd",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
@@ -45,7 +48,7 @@ def form(request: pytest.FixtureRequest) -> str:
 def model(form: str) -> Decoder:
     if form in ("bfloat16", "float32"):
         return build(getattr(torch, form))
-    if form in (f"float32{LATENT}", f"float32{RANKED}", f"float32{STATED}"):
+    if form in [f"float32{kind}" for kind in (LATENT, RANKED, STATED, CONVOLVED)]:
         return build(torch.float32, form.replace("float32", "bfloat16"))
     return build(torch.bfloat16, form)
 

@@ -46,15 +46,19 @@ def configure(folder: Path, **keys: object) -> None:
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
-    ("extra tensor", lambda t: t.update(zeta=torch.zeros(2)), "1 tensors .* no place .*: zeta"),
+    ("extra tensor", lambda t: t.update(zeta=torch.zeros(2)), "1 of the .* no place .*: zeta"),
     ("extra layer", lambda t: t.update({Q.replace(".1.", ".7."): t[Q]}), r"no place .*layers\.7\."),
     ("bias of no bias", lambda t: t.update({"lm_head.bias": torch.zeros(320)}), "lm_head.bias"),
     (
         "missing part",
         lambda t: t.pop(Q),
-        r"lacks 1 tensors.*attention\.qkv\.weight \(from .*q_proj",
+        r"lacks 1 of the tensors.*attention\.qkv\.weight \(from .*q_proj",
     ),
-    ("missing whole", lambda t: t.pop("model.norm.weight"), r"lacks 1 tensors .*norm\.weight"),
+    (
+        "missing whole",
+        lambda t: t.pop("model.norm.weight"),
+        r"lacks 1 of the tensors .*norm\.weight",
+    ),
     (
         "other shape",
         lambda t: t.update({Q: t[Q][:-1]}),
@@ -174,7 +178,7 @@ def test_broken_index(copy: Copy, content: str) -> None:
 def test_config_and_weights_of_different_sizes(copy: Copy) -> None:
     folder = copy("llama")
     configure(folder, num_hidden_layers=4)
-    with pytest.raises(WeightsError, match=r"lacks 1\d tensors"):
+    with pytest.raises(WeightsError, match=r"lacks 1\d of"):
         load_model(folder)
     configure(folder, num_hidden_layers=2)
     with pytest.raises(WeightsError, match=r"have no place in 'llama': model\.layers\.2\."):
@@ -210,7 +214,7 @@ def test_tied_embeddings(tiny: Make, copy: Copy) -> None:
 def test_untied_needs_a_head(copy: Copy) -> None:
     folder = copy("llama3-rope")
     configure(folder, tie_word_embeddings=False)
-    with pytest.raises(WeightsError, match=r"lacks 1 tensors of 'llama': head\.weight"):
+    with pytest.raises(WeightsError, match=r"lacks 1 of the tensors of 'llama': head\.weight"):
         load_model(folder)
 
 

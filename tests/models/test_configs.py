@@ -51,7 +51,9 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
     config["torch_dtype"] = config.pop("dtype")
     if config.get("layer_types", [None])[0] != FULL or "linear_key_head_dim" not in config:
-        config.pop("layer_types", None)  # of the tiny Qwen3.5 they aren't in the family's order
+        types = config.pop("layer_types", None)  # not in the tiny Qwen3.5's family's order
+        if "conv_L_cache" in config:
+            config["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == FULL]
     ropes = config.pop("rope_parameters", None)
     if ropes is None:
         return config
@@ -80,6 +82,7 @@ def test_both_spellings_say_the_same(read: Any, name: str) -> None:
 
 
 TIED = ("gemma", "gemma2", "gemma3", "smollm3", "gpt2", "cohere", "cohere2", "starcoder2")
+TIED += ("lfm2", "lfm2_moe")
 """Families whose head is the embedding where config.json says nothing."""
 
 
@@ -88,7 +91,7 @@ def test_published_configs_have_no_unread_key(read: Any, name: str) -> None:
     config, spec = PUBLISHED[name], read(PUBLISHED[name])
     hidden = config.get("hidden_size", config.get("n_embd"))
     heads = config.get("num_attention_heads", config.get("n_head"))
-    attention = spec.decoder.layers[-1].attention
+    attention = next(x.attention for x in spec.decoder.layers[::-1] if not x.attention.conv)
     assert len(spec.decoder.layers) == config.get("num_hidden_layers", config.get("n_layer"))
     assert spec.decoder.hidden == hidden
     assert attention.num_kv_heads == config.get("num_key_value_heads", heads)
@@ -461,6 +464,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("exaone4", {"sliding_window_pattern": 0}, "must be a number of layers or letters L and G: 0"),
     ("seed-oss", {"sliding_window": 0, "num_experts": 4}, "mixtures of experts aren't built"),
     ("arcee", {"hidden_act": "silu"}, "hidden_act='silu'; built for this family: 'relu2'"),
+    ("lfm2", {"conv_dim": 32}, "asks for conv_dim=32; built for this family: 64"),
+    ("lfm2", {"layer_types": ["conv"] * 4}, "names conv alone"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "full_attention or conv of 4 layers"),
+    ("lfm2", {"conv_L_cache": 17}, "over 17 tokens isn't built"),
+    ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu=False"),
+    ("lfm2-moe", {"num_dense_layers": -1}, "num_dense_layers must be a whole number"),
+    ("lfm2-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8"),
     ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'swish'"),
     ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'swish'"),
     ("hunyuan", {"use_qk_norm": False}, "use_qk_norm=False"),

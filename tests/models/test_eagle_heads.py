@@ -221,7 +221,7 @@ BAD: list[tuple[bool, Callable[[Tensors], Tensors], dict[str, Any], type[Excepti
     (False, without(), {"vocab_size": 512}, ConfigError, "vocabulary of 512, .* one of 320"),
     (False, without(), {"num_hidden_layers": 2}, UnsupportedModelError, "=2; heads of one layer"),
     (False, without("fc.weight"), {}, WeightsError, "no fc.weight"),
-    (False, without("layers.0.mlp.up_proj.weight"), {}, WeightsError, "lacks 1 tensors .*up_proj"),
+    (False, without("layers.0.mlp.up_proj.weight"), {}, WeightsError, "lacks 1 of .*up_proj"),
     (
         False, replacing("layers.1.mlp.up_proj.weight", torch.ones(2, 2)), {},
         UnsupportedModelError, "a head of 2 layers",
@@ -245,7 +245,7 @@ BAD: list[tuple[bool, Callable[[Tensors], Tensors], dict[str, Any], type[Excepti
     (False, without(), {"rope_scaling": {"type": "odd"}}, UnsupportedModelError, "isn't built"),
     (False, without(), {"hidden_act": "relu"}, UnsupportedModelError, "hidden_act='relu'"),
     (False, without(), {"new_key": 5}, UnsupportedModelError, "nothing reads: new_key"),
-    (True, without("norm.weight"), {}, WeightsError, "lacks 1 tensors .*norm.weight"),
+    (True, without("norm.weight"), {}, WeightsError, "lacks 1 of .*norm.weight"),
     (True, without("d2t"), {}, WeightsError, "lacks d2t, .* 320 tokens the 107 rows"),
     (True, replacing("d2t", torch.zeros(5, dtype=torch.int64)), {}, WeightsError, "d2t is"),
     (

@@ -170,12 +170,12 @@ def test_no_file_makes_names_without_end(tmp_path: Path, tiny: Make) -> None:
     ("change", "says"),
     [
         (lambda t: t.pop("model.layers.2.block_sparse_moe.experts.4.w2.weight"),
-         r"lacks 1 tensors of 'mixtral': layers\.2\.mlp\.down\.4\.weight"),
+         r"lacks 1 of the tensors of 'mixtral': layers\.2\.mlp\.down\.4\.weight"),
         (lambda t: t.pop("model.layers.2.block_sparse_moe.experts.4.w3.weight"),
          r"layers\.2\.mlp\.up\.4\.weight \(from .*experts\.\{e\}\.w3"),
         (lambda t: t.update({"model.layers.0.block_sparse_moe.experts.6.w2.weight":
                              torch.zeros(64, 100)}),
-         r"1 tensors in the checkpoint have no place in 'mixtral'.*experts\.6\.w2"),
+         r"1 of the checkpoint.s tensors have no place in 'mixtral'.*experts\.6\.w2"),
         (lambda t: t.update({"model.layers.0.block_sparse_moe.experts.5.w2.weight":
                              torch.zeros(64, 99)}),
          r"needs shape \[64, 100\].*\[64, 99\]"),

@@ -32,6 +32,7 @@ def llm(folder: Any, dtype: str, **kwargs: Any) -> LLM:
 
 
 MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "qwen3-next", "qwen3_5-moe")
+MIXED += ("lfm2-moe",)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

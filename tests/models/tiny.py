@@ -345,6 +345,27 @@ CASES |= {
         },
     ),
 }
+CASES |= {
+    "lfm2": _case(
+        "Lfm2",
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        conv_bias=True,
+        block_multiple_of=16,
+        tie_word_embeddings=False,
+    ),
+    "lfm2-moe": _case(
+        "Lfm2Moe",
+        num_hidden_layers=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        conv_L_cache=4,
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.5,
+    ),
+}
 PROMPT_SEEDS = {
     "qwen2-window": 3,
     "qwen3": 7,
@@ -364,7 +385,7 @@ FAMILIES += ("olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4", "s
 FAMILIES += ("exaone4", "seed-oss", "ernie4_5", "ministral", "ministral3", "phi", "stablelm")
 FAMILIES += ("arcee", "hunyuan")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
-STATED = ("qwen3-next", "qwen3_5", "qwen3_5-moe")
+STATED = ("qwen3-next", "qwen3_5", "qwen3_5-moe", "lfm2", "lfm2-moe")
 """Those whose layers have states."""
 DIVISIBLE = [name for name in CASES if name not in STATED]
 """Those that ranks can share."""
@@ -396,7 +417,7 @@ def make_model(case: Case, seed: int = 0) -> Any:
                 inputs = parameter.shape[0 if "GPT2" in case.model else -1]
                 parameter.copy_(noise / inputs**0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=random))
     return model
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, WeightsError
+from penstock.models.checkpoint import Checkpoint
 from penstock.models.load import load_model
 from penstock.models.lora import WEIGHTS, Merged
 from penstock.models.registry import ADAPTER
 from penstock.models.sources import open_source
-from penstock.models.weights import Checkpoint
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.export import export_model
 from penstock.pipeline.graph import weights_of

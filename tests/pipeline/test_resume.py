@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError
+from penstock.models.checkpoint import Checkpoint
 from penstock.models.lora import WEIGHTS
 from penstock.models.registry import ADAPTER
 from penstock.models.sources import open_source
-from penstock.models.weights import Checkpoint
 from penstock.pipeline import qat, sensitivity
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.config import QuantizeConfig

@@ -285,7 +285,7 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> Request:
         """End a request, or the one that it guides; returns which."""
-        request = request.guides or request
+        request, error = request.guides or request, self.intake.explained(error)
         logger.warning("Request %s failed: %s", request.request_id, error)
         request.error = error
         self._end(request, "error")

@@ -17,6 +17,7 @@ from penstock.engine.request import Request, Sequence
 from penstock.errors import InvalidPromptError, InvalidSamplingError, ModelOutputError, RequestError
 from penstock.grammar import Grammars
 from penstock.grammar.healing import Healer
+from penstock.models.finite import why_not_finite
 from penstock.models.load import LoadedModel
 from penstock.runtime.vision import Sight
 from penstock.sampling import (
@@ -66,6 +67,8 @@ class Intake:
         whole = model.spec.decoder.vocab_size
         self.vocab_size = whole if vocab_map is None else vocab_map.original_size
         self.max_len = model.max_model_len
+        self._model = model
+        self._why_not_finite: str | None = None  # known once it was asked
         self._sight = sight
         self.eos = frozenset(model.eos_token_ids)
         self._healer = None if tokenizer is None else Healer(tokenizer, self.vocab_size)
@@ -431,6 +434,17 @@ class Intake:
             f"{len(may):,} come there{such}, and {names or 'what else is asked'} bans them. "
             "Ban less, or loosen the form."
         )
+
+    def explained(self, error: Exception) -> Exception:
+        """What a request failed of; numbers that aren't finite with where they come from.
+
+        The first such request reads all weights for that, which takes about as long as a step.
+        """
+        if not isinstance(error, ModelOutputError):
+            return error
+        if self._why_not_finite is None:
+            self._why_not_finite = why_not_finite(self._model.model, self._model.spec)
+        return ModelOutputError(f"{error} {self._why_not_finite}")
 
     def _may_come(self, constraint: Constraint) -> set[int]:
         """The tokens that a constraint lets come next."""

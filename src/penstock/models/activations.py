@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.models.checkpoint import Source
 from penstock.models.over import Over
-from penstock.models.weights import Source
 from penstock.quant import Codes, Scheme
 
 ACTIVATIONS = ("a8", "a16")

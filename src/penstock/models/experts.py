@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WeightsError
+from penstock.models.checkpoint import Checkpoint
 from penstock.models.over import Over
 from penstock.models.quantized import QuantizedCheckpoint
-from penstock.models.weights import Checkpoint
 from penstock.quant import Codes, Scheme
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

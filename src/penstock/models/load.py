@@ -13,13 +13,14 @@ from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelErr
 from penstock.hardware import detect
 from penstock.kernels import native
 from penstock.models.activations import ACTIVATIONS, Activated, Widened
+from penstock.models.checkpoint import Source
 from penstock.models.dummy import fill_with_noise
 from penstock.models.gguf.source import GgufSource
 from penstock.models.reach import FURTHEST, USUAL, with_reach
 from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
-from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
+from penstock.models.weights import Progress, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
 from penstock.nn.parameters import Loadable
 from penstock.parallel import Ranks, Ring

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
+from penstock.models.checkpoint import Source
 from penstock.models.over import Over
 from penstock.models.registry import ADAPTER, read_json
-from penstock.models.weights import Source
 from penstock.quant import Codes
 
 WEIGHTS = "adapter_model.safetensors"

@@ -45,8 +45,8 @@ def why_not(attention: AttentionSpec, rank: int) -> str | None:
     """Why keys and values can't be kept in so many dimensions; None: they can."""
     if attention.latent is not None:
         return "the cache has latents (MLA), which are of few dimensions already"
-    if attention.delta is not None:
-        return "a layer has a state (gated delta rule) in place of keys and values"
+    if attention.has_state:
+        return "a layer has a state in place of keys and values"
     if rank % COLUMNS or not 0 < rank <= attention.head_dim:
         return (
             f"keys and values of {attention.head_dim} dimensions a head are kept in fewer, a "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.models.weights import Source
+from penstock.models.checkpoint import Source
 from penstock.quant import Codes, Scheme
 
 

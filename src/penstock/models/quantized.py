@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.models.weights import Checkpoint
+from penstock.models.checkpoint import Checkpoint
 from penstock.quant import Codes, Scheme
 from penstock.quant.files import Config, find_matrices
 

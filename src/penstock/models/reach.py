@@ -54,7 +54,7 @@ def with_reach(
             "out."
         )
     why = None
-    if any(layer.attention.delta is not None for layer in decoder.layers):
+    if any(layer.attention.has_state for layer in decoder.layers):
         why = "has layers with states, which tell of all that came before"
     elif decoder.learned_positions:
         why = "has a learned embedding for each position, which a key can't be met without"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UnsupportedModelError
+from penstock.models.checkpoint import Checkpoint, Source
 from penstock.models.experts import SplitExperts, are_in_turns, has_joined_experts
 from penstock.models.gguf.container import is_gguf
 from penstock.models.gguf.source import GgufSource
@@ -15,7 +16,6 @@ from penstock.models.over import Over
 from penstock.models.quantized import QuantizedCheckpoint
 from penstock.models.registry import read_config, read_json, read_spec, spec_of
 from penstock.models.spec import ModelSpec
-from penstock.models.weights import Checkpoint, Source
 from penstock.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from penstock import kernels as _kernels  # the native library registers its ope
 from penstock.nn.decoder import Decoder, KeptStates
 from penstock.nn.spec import (
     AttentionSpec,
+    ConvSpec,
     DecoderSpec,
     DeltaSpec,
     ExpertsSpec,
@@ -16,6 +17,7 @@ from penstock.nn.spec import (
 
 __all__ = [
     "AttentionSpec",
+    "ConvSpec",
     "Decoder",
     "DecoderSpec",
     "DeltaSpec",

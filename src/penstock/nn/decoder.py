@@ -49,7 +49,7 @@ def matrices_of(spec: LayerSpec) -> dict[str, str]:
     names, latent, experts = ["qkv"], spec.attention.latent, spec.mlp.experts
     if latent is not None:
         names = ["q_down", "q_up", "kv"] if latent.query_rank else ["q", "kv"]
-    if spec.attention.delta is not None:
+    if spec.attention.has_state:
         names = ["mixed"]
     if spec.attention.gated:
         names.append("gate")
@@ -61,7 +61,7 @@ def matrices_of(spec: LayerSpec) -> dict[str, str]:
 
 def has_states(layers: Iterable[LayerSpec]) -> bool:
     """Whether any layer has states in place of a cache."""
-    return any(layer.attention.delta is not None for layer in layers)
+    return any(layer.attention.has_state for layer in layers)
 
 
 def has_latents(layers: Iterable[LayerSpec]) -> bool:

@@ -8,28 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
-from penstock.errors import UnsupportedModelError
+from penstock.nn.conv import Convolution, on_cpu
 from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm
-from penstock.nn.parameters import Loadable, Vector, as_float32, plain
+from penstock.nn.parameters import Loadable, Vector, as_float32
 from penstock.nn.spec import AttentionSpec, NormSpec
 from penstock.quant import Codes, Dense, WeightFormat
 from penstock.step import LayerCache, Step
-
-
-class Convolution(Loadable):
-    """Weights of each channel's latest inputs, [C, 1, W] in a checkpoint: kept as [W, C]."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.channels = channels
-        self.width = width
-
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        return {"weight": (self.channels, 1, self.width)}
-
-    def load(self, name: str, tensor: Tensor | Codes) -> None:
-        self.own(name, as_float32(plain(tensor)[:, 0].t()))
 
 
 class Rates(Loadable):
@@ -64,10 +49,7 @@ class DeltaAttention(nn.Module):
         """dtype: of activations."""
         super().__init__()
         assert spec.delta is not None
-        if formats["out"].storage.name != "panels":
-            raise UnsupportedModelError(
-                "Layers with a gated delta rule are built for CPUs only: choose device='cpu'."
-            )
+        on_cpu(formats)
         columns, heads = spec.qkv_columns, spec.num_heads
         self.spec = spec
         self.mixed = Linear(hidden, sum(columns) + columns[2], False, formats["mixed"])

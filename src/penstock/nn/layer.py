@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.nn.attention import Attention
+from penstock.nn.conv import ConvAttention
 from penstock.nn.delta import DeltaAttention
 from penstock.nn.experts import Experts
 from penstock.nn.mla import LatentAttention
@@ -49,8 +50,10 @@ def self_attention(
     table: RotaryTable | None,
     dtype: torch.dtype,
     ranks: Ranks | None = None,
-) -> Attention | LatentAttention | DeltaAttention:
+) -> Attention | LatentAttention | DeltaAttention | ConvAttention:
     """The attention that `spec` describes; arguments as `feed_forward`'s."""
+    if spec.conv is not None:
+        return ConvAttention(hidden, spec, formats)
     if spec.delta is not None:
         return DeltaAttention(hidden, spec, norm, formats, dtype)
     if spec.latent is not None:

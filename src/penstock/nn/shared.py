@@ -65,9 +65,9 @@ def row_worth(spec: DecoderSpec) -> int:
 
 def check_shareable(spec: DecoderSpec, ranks: Ranks | Ring, max_len: int) -> None:
     """Raises UnsupportedModelError for what ranks can't share, ConfigError for what isn't there."""
-    if any(layer.attention.delta is not None for layer in spec.layers):
+    if any(layer.attention.has_state for layer in spec.layers):
         raise UnsupportedModelError(
-            "A model whose layers have states (gated delta rule) can't be divided among processes: "
+            "A model some of whose layers have states can't be divided among processes: "
             "leave tensor_parallel_size, pipeline_parallel_size and context_parallel_size out."
         )
     if isinstance(ranks, Ring):

@@ -66,12 +66,28 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvSpec:
+    """A short convolution between gates in attention's place: a sequence has its last inputs."""
+
+    dim: int  # channels
+    width: int  # inputs that it sees
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.width <= 16:
+            raise UnsupportedModelError(
+                f"A convolution over {self.width} tokens isn't built; built are 2 to 16."
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Self-attention of one layer.
+    """Self-attention of one layer, or what stands in its place.
 
     With a latent, heads have keys of head_dim of which rope.rotary_dim are rotated, and the cache
     has one row for all of them. With a delta, num_heads are those of values, which num_kv_heads of
-    queries and keys are shared by, and a sequence has a state in place of a cache.
+    queries and keys are shared by, and a sequence has a state in place of a cache; with a conv too,
+    which has no heads.
     """
 
     num_heads: int
@@ -92,6 +108,12 @@ class AttentionSpec:
     kv_rank: int = 0  # dimensions that keys and values are kept in; 0: head_dim
     gated: bool = False  # what heads saw is multiplied by the sigmoids of as many values
     delta: DeltaSpec | None = None
+    conv: ConvSpec | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a sequence has a state here, in place of keys and values of its tokens."""
+        return self.delta is not None or self.conv is not None
 
     @property
     def kept_dim(self) -> int:
@@ -101,7 +123,7 @@ class AttentionSpec:
     @property
     def cached(self) -> tuple[int, int]:
         """Heads and dimensions that the cache has of a token."""
-        if self.delta is not None:
+        if self.has_state:
             return 0, 0
         if self.latent is None:
             return self.num_kv_heads, self.kept_dim
@@ -110,6 +132,8 @@ class AttentionSpec:
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Of a sequence: its state (`ops.delta`), and the inputs before it; None: it has none."""
+        if self.conv is not None:
+            return (0, 1, 1, 16), (self.conv.width - 1, self.conv.dim)  # no head has one
         if self.delta is None:
             return None
         dim, width = self.delta.value_dim, self.delta.width
@@ -132,8 +156,12 @@ class AttentionSpec:
 
     @property
     def qkv_columns(self) -> tuple[int, int, int]:
-        """A token's queries, keys and values of all heads, where there is no latent."""
+        """A token's queries, keys and values of all heads, where there is no latent; what makes the
+        inputs of a convolution.
+        """
         keys = self.num_kv_heads
+        if self.conv is not None:
+            return self.conv.dim, self.conv.dim, 0
         if self.delta is not None:
             return keys * self.head_dim, keys * self.head_dim, self.num_heads * self.delta.value_dim
         return self.num_heads * self.head_dim, keys * self.head_dim, keys * self.kept_dim
@@ -148,6 +176,8 @@ class AttentionSpec:
     @property
     def out_dim(self) -> int:
         """Values of all heads, that `out` multiplies."""
+        if self.conv is not None:
+            return self.conv.dim
         if self.delta is not None:
             return self.num_heads * self.delta.value_dim
         return self.num_heads * (self.latent.value_dim if self.latent else self.kept_dim)

@@ -35,6 +35,7 @@ from penstock.ops.ring_mla import ring_mla_attention, ring_mla_cache
 from penstock.ops.rotary_cache import rotary_cache
 from penstock.ops.rotate import rotate
 from penstock.ops.route import route, sort_tokens
+from penstock.ops.short_conv import short_conv
 from penstock.ops.softcap import softcap_
 from penstock.ops.stages import hand_on, take_over
 from penstock.ops.top_k import scaled_top_k, softmax_top_k, top_k
@@ -98,6 +99,7 @@ __all__ = [
     "route",
     "row_operator",
     "scaled_top_k",
+    "short_conv",
     "softcap_",
     "softmax_top_k",
     "sort_tokens",

@@ -13,9 +13,11 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.models.checkpoint import Checkpoint
 from penstock.models.experts import warn_of_names
 from penstock.models.exported import FORMAT, MANIFEST, Exported, read_exported, sha256
 from penstock.models.files import INDEX, copy_settings
+from penstock.models.finite import check_finite
 from penstock.models.gguf.container import is_gguf
 from penstock.models.gguf.folder import write_weights
 from penstock.models.gguf.source import GgufSource
@@ -23,8 +25,6 @@ from penstock.models.hub import EMBEDDED, resolve
 from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.registry import check_blind, read_spec
 from penstock.models.sources import stored_quantization
-from penstock.models.weights import Checkpoint
-from penstock.pipeline.finite import check_finite
 from penstock.pipeline.graph import Graph, export_graph
 from penstock.pipeline.new_folder import check_apart, named, new_folder
 from penstock.pipeline.new_weights import NewWeights, Progress

@@ -16,11 +16,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.models.checkpoint import Source
 from penstock.models.experts import warn_of_names
 from penstock.models.exported import sha256
 from penstock.models.lora import WEIGHTS, Merged
 from penstock.models.sources import open_source, open_tokenizer
-from penstock.models.weights import Source
 from penstock.nn.decoder import stored_in
 from penstock.pipeline import qat, sensitivity
 from penstock.pipeline.calibration import NUM_SAMPLES, WINDOW, CalibrationSet, calibration_set

@@ -31,8 +31,8 @@ def check_expressible(decoder: Decoder) -> None:
             raise UnsupportedModelError(
                 f"Layer {i} attends over latents, which --onnx can't write."
             )
-        if attention.delta is not None or attention.gated:
-            what = "has a state (gated delta rule)" if attention.delta else "has gated attention"
+        if attention.has_state or attention.gated:
+            what = "has a state" if attention.has_state else "has gated attention"
             raise UnsupportedModelError(f"Layer {i} {what}, which --onnx can't write.")
         if attention.kv_rank:
             raise UnsupportedModelError(

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.models.checkpoint import Source
 from penstock.models.over import Over
-from penstock.models.weights import Source
 from penstock.quant import Codes, Scheme
 
 

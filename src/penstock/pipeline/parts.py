@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
+from penstock.models.checkpoint import Source
+from penstock.models.finite import check_finite
 from penstock.models.registry import spec_of
 from penstock.models.spec import ModelSpec
-from penstock.models.weights import Source, plan_weights
+from penstock.models.weights import plan_weights
 from penstock.nn.decoder import has_latents, layer_matrices, stored_in
-from penstock.pipeline.finite import check_finite
 from penstock.quant import Codes, Scheme
 from penstock.quant.scheme import GROUPS, Kind
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import ConfigError, UnsupportedModelError
+from penstock.models.checkpoint import Source
 from penstock.models.sources import open_source
-from penstock.models.weights import Source
 from penstock.nn.decoder import MATRICES
 from penstock.nn.rope import cos_sin_table
 from penstock.nn.spec import DecoderSpec, LayerSpec

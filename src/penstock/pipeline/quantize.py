@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.models.checkpoint import Source
 from penstock.models.registry import check_blind
 from penstock.models.sources import open_source
-from penstock.models.weights import Source
 from penstock.nn.decoder import layer_matrices
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.config import QuantizeConfig, rounded_to

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.models.checkpoint import Source
 from penstock.models.sources import open_source
-from penstock.models.weights import Source
 from penstock.nn.linear import Linear
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.parts import Parts, bits_per_weight

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.models.checkpoint import Source
 from penstock.models.exported import sha256
-from penstock.models.weights import Source
 from penstock.pipeline.new_folder import sync
 from penstock.quant import Codes, parse_scheme
 from penstock.runtime.fingerprint import fingerprint

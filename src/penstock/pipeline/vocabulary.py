@@ -23,10 +23,11 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
 from penstock.models import read_spec
+from penstock.models.checkpoint import Checkpoint
 from penstock.models.files import INDEX, copy_settings
 from penstock.models.hub import resolve
 from penstock.models.registry import read_json
-from penstock.models.weights import Checkpoint, plan_weights
+from penstock.models.weights import plan_weights
 from penstock.pipeline.calibration import documents
 from penstock.pipeline.new_folder import new_folder
 from penstock.pipeline.store import writing

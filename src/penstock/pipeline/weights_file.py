@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.models.finite import check_finite
 from penstock.nn.parameters import Loadable
-from penstock.pipeline.finite import check_finite
 from penstock.runtime.mapping import PAGE
 
 _TRIM_BYTES = 16 << 20

@@ -26,12 +26,12 @@ from penstock.roofline.tower import TowerCost
 
 OPS = (
     "embedding", "norm", "qkv", "gate", "mixed", "q", "q_down", "q_up", "kv", "gates", "delta",
-    "rotary", "heads", "attention", "out",
+    "conv",    "rotary", "heads", "attention", "out",
     "up", "down", "experts", "shared_up", "shared_down", "head", "softcap",
 )  # fmt: skip
 """The rows, in the order in which a step first meets them. `rotary` writes the cache; `heads` are
-products of each head's own matrix, between queries, latents and values; `delta` reads and writes
-states, `gates` say how much of them fades."""
+products of each head's own matrix, between queries, latents and values; `delta` and `conv` read and
+write states, `gates` say how much of them fades."""
 
 _NORM_FLOPS = {"rms": 4, "layer": 7}  # an element: square, sum, scale, weight; mean, shift, bias
 _ROTATION_FLOPS = 3  # an element: two products and their sum
@@ -96,7 +96,7 @@ _OF_EXPERTS = ("up", "down")
 
 def _pair_flops(a: AttentionSpec) -> int:
     """Products of a query and a key of all heads, and of what it weighs of a value."""
-    if a.delta is not None:
+    if a.has_state:
         return 0
     return 2 * a.num_heads * (a.cached[1] + a.seen_dim)
 
@@ -176,6 +176,7 @@ class CostModel:
             a, token = layer.attention, self.layout.bytes_per_token(i)
             if a.delta is not None:
                 self._of_dense(found, 1, 2 * a.num_heads, spec.hidden)
+            if a.has_state:
                 found.state_bytes += 2 * self.layout.state_bytes(i)
             recent = self.layout.recent_bytes_per_token(i)
             found.written_bytes += token + recent
@@ -296,6 +297,9 @@ class CostModel:
                 self._multiply(rows[name], stored, tokens, n, k, out * self.itemsize)
             if layer.mlp.experts is not None:
                 self._mix(rows["experts"], i, layer, layer.mlp.experts, size)
+            if layer.attention.conv is not None:
+                self._convolve(rows["conv"], layer.attention, size, i)
+                continue
             if layer.attention.delta is not None:
                 self._remember(rows, layer.attention, size, i)
                 continue
@@ -375,6 +379,13 @@ class CostModel:
         moved = mixed + 2 * a.out_dim
         flops = _DELTA_FLOPS * math.prod(state) + 2 * (width + 1) * mixed
         row.add(1, tokens * moved * self.itemsize, tokens * flops)
+        row.kv_bytes += 2 * len(size.contexts) * self.layout.state_bytes(layer)
+
+    def _convolve(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
+        """A short convolution: a gate, so many inputs of a channel, another gate."""
+        (_, (width, _)) = a.state_shapes or ((), (0, 0))
+        moved = sum(a.qkv_columns) + 2 * a.out_dim
+        row.add(1, size.tokens * moved * self.itemsize, size.tokens * (2 * width + 4) * a.out_dim)
         row.kv_bytes += 2 * len(size.contexts) * self.layout.state_bytes(layer)
 
     def _rotate(self, row: OpCost, a: AttentionSpec, tokens: int, layer: int) -> None:

@@ -36,6 +36,7 @@ _ROWS = (
     ("gate_rows_", "experts"),
     ("gate_by_", "attention"),
     ("delta_rule", "delta"),
+    ("short_conv", "conv"),
     ("mla_query", "heads"),
     ("head_linear", "heads"),
     ("attention", "attention"),

@@ -19,8 +19,8 @@ from penstock.models.load import Description, LoadedModel, describe, weight_byte
 from penstock.models.weights import check_complete
 from penstock.nn import Decoder, DecoderSpec, LayerSpec
 from penstock.nn.attention import Bases
+from penstock.nn.conv import Convolution
 from penstock.nn.decoder import MATRICES
-from penstock.nn.delta import Convolution
 from penstock.nn.experts import ExpertBank
 from penstock.nn.linear import Embedding, Linear
 from penstock.nn.mla import HeadBanks
@@ -289,6 +289,8 @@ def _stand_in(spec: DecoderSpec, dtype: torch.dtype, ranks: Ranks | None) -> Dec
             module.own("weight", torch.empty(len(module.kept)))
         elif isinstance(module, Convolution):
             module.own("weight", torch.empty((module.width, module.channels)))
+            if module.has_bias:
+                module.own("bias", torch.empty(module.channels))
         elif isinstance(module, Bases):
             sides, _, dim, kept = module.shape
             module.own("weight", torch.empty((sides, len(module.kept), dim, kept)))

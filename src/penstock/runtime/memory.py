@@ -56,7 +56,7 @@ def activation_bytes(
     for layer in decoder.layers:
         a, mlp = layer.attention, layer.mlp
         attended = sum(a.qkv_columns) + a.num_heads * a.kept_dim
-        if a.gated or a.delta is not None:
+        if a.gated or a.has_state:
             attended += a.out_dim
         if a.latent is not None:  # queries for latents, and what they see of those
             attended += a.num_heads * (2 * a.latent.rank + a.turning) + a.out_dim

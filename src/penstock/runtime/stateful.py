@@ -50,8 +50,8 @@ def check_stateful(config: EngineConfig, layers: Sequence[LayerSpec]) -> None:
     for name, there, instead in given:
         if there:
             raise ConfigError(
-                f"{name} isn't built for models whose layers have states (gated delta rule) in "
-                f"place of keys and values. {instead}"
+                f"{name} isn't built for models some of whose layers have states in place of keys "
+                f"and values. {instead}"
             )
     if asked is not None and (asked.num_speculative_tokens or 0) > GUESSES:
         raise ConfigError(

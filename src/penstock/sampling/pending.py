@@ -110,6 +110,5 @@ def _describe(peak: float) -> str:
 def not_finite(peak: float) -> str:
     """What is wrong with logits of which the largest is NaN or +infinity."""
     return (
-        f"{NOT_FINITE} a {'NaN' if math.isnan(peak) else '+infinity'}, so no token can be chosen. "
-        "Check the weights."
+        f"{NOT_FINITE} a {'NaN' if math.isnan(peak) else '+infinity'}, so no token can be chosen."
     )

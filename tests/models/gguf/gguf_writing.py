@@ -30,6 +30,8 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3next",
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
     "Glm4MoeForCausalLM": "glm4moe",
@@ -126,7 +128,11 @@ def write_config(
         writer.add_feed_forward_length(c.n_inner or 4 * c.n_embd)
         writer.add_layer_norm_eps(c.layer_norm_epsilon)
         return
-    if hasattr(c, "intermediate_size"):
+    if arch == "lfm2":
+        writer.add_feed_forward_length(
+            c.block_multiple_of * -(-(2 * c.intermediate_size // 3) // c.block_multiple_of)
+        )
+    elif hasattr(c, "intermediate_size"):
         writer.add_feed_forward_length(c.intermediate_size)
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     if arch == "gptneox":
@@ -134,14 +140,14 @@ def write_config(
         writer.add_rope_dimension_count(int(dim * rope["partial_rotary_factor"]))
         writer.add_parallel_residual(c.use_parallel_residual)
         return
-    if hasattr(c, "rms_norm_eps"):
-        writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    if hasattr(c, "rms_norm_eps") or "lfm2" in arch:
+        writer.add_layer_norm_rms_eps(c.norm_eps if "lfm2" in arch else c.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(c.norm_epsilon if arch == "starcoder2" else c.layer_norm_eps)
     if arch == "deepseek2":
         write_latents(writer, c, heads_apart)
     else:
-        writer.add_head_count_kv(c.num_key_value_heads)
+        writer.add_head_count_kv(kv_heads(c))
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     if arch == "llama":
@@ -204,9 +210,23 @@ def write_config(
         write_delta(writer, c, arch, guesses)
     if arch in ("qwen2moe", "qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
-    if arch in ("qwen2moe", "qwen3moe", "gpt-oss", "qwen35moe", "qwen3next"):
+    if "lfm2" in arch:
+        writer.add_shortconv_l_cache(c.conv_L_cache)
+    if arch == "lfm2moe":
+        writer.add_leading_dense_block_count(c.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(c.routed_scaling_factor)
+    if arch in ("qwen2moe", "qwen3moe", "gpt-oss", "qwen35moe", "qwen3next", "lfm2moe"):
         inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
         writer.add_expert_feed_forward_length(inner)
+
+
+def kv_heads(c: Any) -> Any:
+    """Of all layers, or 0 of each that has a convolution instead."""
+    types = getattr(c, "layer_types", None) or []
+    if "conv" not in types:
+        return c.num_key_value_heads
+    return [0 if kind == "conv" else c.num_key_value_heads for kind in types]
 
 
 def write_delta(writer: gguf.GGUFWriter, c: Any, arch: str, guesses: int) -> None:
@@ -273,8 +293,10 @@ def write_tensors(
             continue
         if name.endswith("e_score_correction_bias"):
             name = name.replace("_bias", ".bias")
+        name = name.replace(".expert_bias", ".expert_bias.bias")
         name = name.replace("dt_bias", "dt_proj.bias")
-        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        theirs = name.removeprefix("model.") if "experts.w" in name else name
+        there = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert there is not None, name
         forward, backward = _conversion(c, arch, name)
         values = forward(tensor.float()).numpy()
@@ -283,6 +305,7 @@ def write_tensors(
         writer.add_tensor(there, data, raw_dtype=kind)
         stored = torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
         name = name.replace("e_score_correction.bias", "e_score_correction_bias")
+        name = name.replace(".expert_bias.bias", ".expert_bias")
         name = name.replace("dt_proj.bias", "dt_bias")
         back |= _by_expert(name, backward(stored.view(values.shape)).contiguous())
     return _joined_heads(back, c) | _rope_of(writer, c)
@@ -341,15 +364,16 @@ def _as_stored(model: Any, heads_apart: bool) -> dict[str, Tensor]:
             }
         else:
             found[name] = tensor
-    if type(model).__name__ != "MixtralForCausalLM":
+    mixtral = type(model).__name__ == "MixtralForCausalLM"
+    if not mixtral and type(model).__name__ != "Lfm2MoeForCausalLM":
         return found
     renamed = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    mixtral = {}
+    theirs_found = {}
     for name, tensor in found.items():
         for theirs, ours in renamed.items():
             name = name.replace(f"experts.{theirs}", f"experts.{ours}")
-        mixtral[name.replace(".mlp.", ".block_sparse_moe.")] = tensor
-    return mixtral
+        theirs_found[name.replace(".mlp.", ".block_sparse_moe.")] = tensor
+    return theirs_found
 
 
 def _projections(name: str, tensor: Tensor, c: Any) -> dict[str, Tensor]:
@@ -399,6 +423,8 @@ def _conversion(
             lambda t: t.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2),
             lambda t: t.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2),
         )
+    if name.endswith("conv.conv.weight"):
+        return lambda t: t.squeeze(1), lambda t: t.unsqueeze(1)
     if arch in HYBRID and "linear_attn" in name:
         return _delta_conversion(c, arch, name)
     if arch in ("gemma", "gemma2", "gemma3", *HYBRID) and name.endswith("norm.weight"):

@@ -199,7 +199,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], list[str], str]] = {
     "key": ("llama", {}, ["token_embd.weight"], "has no llama.attention.head_count, which"),
     "type": ("llama", {**LLAMA, "llama.block_count": 1.5}, ["token_embd.weight"], "a whole number"),
     "no tensors": ("llama", LLAMA, [], "has no token_embd.weight"),
-    "missing": ("llama", LLAMA, ["token_embd.weight"], "lacks 7 tensors of 'llama'"),
+    "missing": ("llama", LLAMA, ["token_embd.weight"], "lacks 7 of the tensors of 'llama'"),
     "unknown": ("llama", LLAMA, ["token_embd.weight", "blk.0.x.weight"], r"blk\.0\.x"),
     "heads": (
         "llama",

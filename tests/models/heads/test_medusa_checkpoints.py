@@ -191,9 +191,9 @@ OTHER = torch.zeros(D, D)
         (FIRST, {"hidden_size": 64}, ConfigError, "hidden_size of 64, and the target .* of 32"),
         (FIRST, {"vocab_size": 64}, ConfigError, "vocab_size of 64, and the target .* of 48"),
         (without(FIRST, "1.0.linear.weight"), {}, WeightsError,
-         "lacks 1 tensors of its 3 heads with 1 blocks each: weight of block 0 of head 1"),
+         "lacks 1 of the tensors of its 3 heads with 1 blocks each: weight of block 0 of head 1"),
         (without(FIRST, "2.0.linear.bias", "0.1.weight"), {}, WeightsError,
-         "lacks 2 tensors .* bias of block 0 of head 2, projection of head 0"),
+         "lacks 2 of .* bias of block 0 of head 2, projection of head 0"),
         (FIRST, {"medusa_num_heads": 5}, WeightsError,
          "has 3 heads, but config.json says medusa_num_heads=5"),
         (FIRST, {"medusa_num_layers": 2}, WeightsError,
@@ -253,7 +253,7 @@ def test_far_fewer_tensors_than_their_numbers_ask_for(tmp_path: Path) -> None:
     tensors |= {"1999.1999.linear.weight": some.clone()}
     folder = written(tmp_path / "heads", tensors, {"medusa_shared_lm_head": True})
     start = time.perf_counter()
-    with pytest.raises(WeightsError, match="lacks 7997000 tensors of its 2000 heads with 2000"):
+    with pytest.raises(WeightsError, match=r"lacks 7997000 of .* 2000 heads with 2000"):
         open_medusa_checkpoint(folder, D, V)
     assert time.perf_counter() - start < 10
 

@@ -419,11 +419,40 @@ HARMONY: list[Row] = [
     ),
 ]
 
+LFM2: list[Row] = [
+    untouched("a tool that wasn't offered", "<|tool_call_start|>[get_rain()]<|tool_call_end|>"),
+    untouched("unmarked", '[get_weather(city="Paris", days=3)]'),
+    ("one", '<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>', "", [PARIS]),
+    (
+        "parallel, then text",
+        "<|tool_call_start|>[get_weather(city='Paris', days=3), get_time()]<|tool_call_end|>Both.",
+        "Both.",
+        [PARIS, TIME],
+    ),
+    (
+        "one after the other",
+        "So: <|tool_call_start|>[get_weather(city='Paris', days=3)]<|tool_call_end|>"
+        "<|tool_call_start|> [get_time()]",
+        "So:",
+        [PARIS, TIME],
+    ),
+    (
+        "nested",
+        "<|tool_call_start|>[get_weather(where={'at': [48.85, 2.35], 'tags': [{'a': None}, "
+        "{'b': True}]}, exact=False)]<|tool_call_end|>",
+        "",
+        [NESTED],
+    ),
+    ("unicode", "<|tool_call_start|>[note(text='Zürich – 東京 🗼')]", "", [UNICODE]),
+    untouched("not a list", "<|tool_call_start|>get_time()<|tool_call_end|>"),
+]
+
 RECORDED: dict[str, list[Row]] = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
     "llama3_json": LLAMA3_JSON,
     "pythonic": PYTHONIC,
+    "lfm2": LFM2,
     "mistral": MISTRAL,
     "deepseek_v3": DEEPSEEK,
     "openai": HARMONY,

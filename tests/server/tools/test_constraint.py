@@ -203,7 +203,7 @@ def test_reasoning_may_come_first(grammars: Grammars) -> None:
     assert takes(grammars, part, f"{before}Hm.{after}{call}")
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic", "deepseek_v31"])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic", "lfm2", "deepseek_v31"])
 def test_a_mark_in_the_reasoning_is_no_call(grammars: Grammars, name: str) -> None:
     """Where the prompt hasn't opened it: it was read as the answer's text, and so as a call."""
     form, tags = FORMS[name], ThinkTags("<think>", "</think>")

@@ -172,3 +172,9 @@ def test_what_a_form_writes_is_read_again(form: tuple[forms.Form, str]) -> None:
             found = TOOL_PARSERS[form[1]].reader(schemas).parse(text)
             assert [(x.name, json.loads(x.arguments)) for x in found.calls] == turn
             assert found.content == ""
+
+
+def test_lfm2_is_told_by_its_list_of_tools() -> None:
+    """Its template has no calls in it: an earlier one is what the assistant has said."""
+    tools = "List of tools: <|tool_list_start|>[{{ tools }}]<|tool_list_end|>"
+    assert family_of(tools) is TOOL_PARSERS["lfm2"]

@@ -10,6 +10,7 @@ from functools import partial
 
 from penstock.models.gguf import delta
 from penstock.models.gguf.container import Container
+from penstock.models.gguf.convolutions import CONVOLUTIONS
 from penstock.models.gguf.dense import DENSE
 from penstock.models.gguf.metadata import Metadata
 from penstock.models.gguf.parts import (
@@ -402,6 +403,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _gpt2, _GPT2, transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down")
     ),
     "gptneox": Architecture(_gpt_neox, _GPT_NEOX, by_head=("attn_qkv",)),
+    **CONVOLUTIONS,
     **DENSE,
 }
 """Built architectures by `general.architecture`."""

@@ -154,8 +154,6 @@ class DeltaOrder:
             if not (values <= 0).all():
                 raise WeightsError(f"{tensor.name} has values above 0, which no rates have there.")
             return values.float().neg().log()
-        if stem == "ssm_conv1d" and values.dim() == 2:
-            return values.unsqueeze(1)
         if not self.moves_blocks(stem, tensor):
             self._check_columns(tensor)
             heads: Tensor = values.unflatten(1, (-1, self.key_heads, self.value_dim))

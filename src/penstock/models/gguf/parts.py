@@ -74,9 +74,15 @@ def head_dim_of(m: Metadata) -> int:
     return dim
 
 
-def usual_model(m: Metadata, c: Container, architecture: str, inner: int | None = None) -> Config:
+def usual_model(
+    m: Metadata,
+    c: Container,
+    architecture: str,
+    inner: int | None = None,
+    kv_heads: int | None = None,
+) -> Config:
     """What models with rotary embeddings have in common, but for their norms; inner: where a file
-    needn't say it.
+    needn't say it; kv_heads: where it doesn't as one number.
     """
     heads, dim = m.integer(m.own("attention.head_count")), head_dim_of(m)
     return {
@@ -85,16 +91,22 @@ def usual_model(m: Metadata, c: Container, architecture: str, inner: int | None 
         "intermediate_size": m.integer(m.own("feed_forward_length"), inner),
         "num_hidden_layers": layers_of(m, c),
         "num_attention_heads": heads,
-        "num_key_value_heads": m.integer(m.own("attention.head_count_kv"), heads),
+        "num_key_value_heads": kv_heads or m.integer(m.own("attention.head_count_kv"), heads),
         "head_dim": dim,
         "max_position_embeddings": m.integer(m.own("context_length")),
         **rope_config(m, c, dim),
     }
 
 
-def rms_model(m: Metadata, c: Container, architecture: str, inner: int | None = None) -> Config:
-    """What Llama and its kin have in common."""
-    config = usual_model(m, c, architecture, inner)
+def rms_model(
+    m: Metadata,
+    c: Container,
+    architecture: str,
+    inner: int | None = None,
+    kv_heads: int | None = None,
+) -> Config:
+    """What Llama and its kin have in common; inner, kv_heads: as `usual_model` takes them."""
+    config = usual_model(m, c, architecture, inner, kv_heads)
     return config | {"rms_norm_eps": m.number(m.own("attention.layer_norm_rms_epsilon"))}
 
 

@@ -28,6 +28,8 @@ logger = logging.getLogger("penstock")
 
 _LAYER = re.compile(r"blk\.(?P<i>\d+)\.(?P<stem>.+?)(?:\.(?P<p>weight|bias))?")
 _OUTER = re.compile(r"(?P<stem>.+)\.(?P<p>weight|bias)")
+_CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
+"""Stems of tensors [channels, width]: a checkpoint has them as [channels, 1, width]."""
 
 
 def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
@@ -147,7 +149,7 @@ class GgufSource:
         if name in self._joined:
             return self._joined[name].shape
         stem, tensor = self._where[name]
-        if stem == "ssm_conv1d" and len(tensor.shape) == 2:
+        if stem in _CONVOLUTIONS and len(tensor.shape) == 2:
             return tensor.shape[0], 1, tensor.shape[1]
         return tensor.shape[::-1] if self._is_transposed(stem, tensor) else tensor.shape
 
@@ -161,6 +163,7 @@ class GgufSource:
             return self._joined[name].scheme
         stem, tensor = self._where[name]
         kept = len(tensor.shape) == 2 and not self._is_transposed(stem, tensor)
+        kept = kept and stem not in _CONVOLUTIONS
         kept = kept and not (self._delta and not self._delta.moves_blocks(stem, tensor))
         return tensor.block.scheme if kept else None
 
@@ -175,6 +178,8 @@ class GgufSource:
         values = tensor.block.tensor(raw, tensor.shape)
         if self._architecture.norm_shift and stem.endswith("norm") and stem != "ssm_norm":
             return values.float() - self._architecture.norm_shift
+        if stem in _CONVOLUTIONS and values.dim() == 2:
+            return values.unsqueeze(1)
         if self._delta:
             return self._delta.values(stem, tensor, values)
         return values.t() if self._is_transposed(stem, tensor) else values

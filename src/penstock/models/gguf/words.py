@@ -77,7 +77,7 @@ class WordRule:
 _RULES: tuple[tuple[WordRule, str], ...] = (
     (WordRule(), "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 exaone4 mpt"),
     (WordRule(composed=True), "olmo"),
-    (WordRule(_LLAMA3, whole_words=True, adds_bos=True), "llama3 llama-v3 llama-bpe falcon3"),
+    (WordRule(_LLAMA3, whole_words=True, adds_bos=True), "llama3 llama-v3 llama-bpe falcon3 lfm2"),
     (WordRule(_LLAMA3), "dbrx smaug-bpe"),
     (WordRule(_QWEN2, composed=True), "qwen2"),
     (WordRule(_QWEN2), "deepseek-r1-qwen megrez stablelm2"),

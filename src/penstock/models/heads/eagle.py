@@ -223,7 +223,7 @@ def _check_kind(file: Path, tensors: dict[str, Tensor], fuses: bool) -> None:
         )
     missing = [x for x in (*_NEEDED, *(_NEEDED_FUSING if fuses else ())) if x not in tensors]
     if missing:
-        raise WeightsError(f"{file} lacks {len(missing)} tensors of a head: {_some(missing)}.")
+        raise WeightsError(f"{file} lacks {len(missing)} of a head's tensors: {_some(missing)}.")
     for name, tensor in tensors.items():
         if name not in ("d2t", "t2d") and tensor.dtype not in STORED:
             raise WeightsError(

@@ -260,7 +260,7 @@ def _check_complete(parts: _Parts, projections: set[int], bias: bool) -> None:
         raise WeightsError(f"{parts.file} has no tensors of Medusa heads.")
     if missing:
         raise WeightsError(
-            f"{parts.file} lacks {count} tensors of its {heads} heads with {layers} blocks "
+            f"{parts.file} lacks {count} of the tensors of its {heads} heads with {layers} blocks "
             f"each: {', '.join(missing[:5])}."
         )
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, UnsupportedModelError
+from penstock.models.checkpoint import Source
 from penstock.models.files import copy_settings
 from penstock.models.hub import resolve
 from penstock.models.low_rank import why_not
 from penstock.models.over import Over
 from penstock.models.sources import open_source, open_tokenizer
-from penstock.models.weights import Source
 from penstock.nn.spec import DecoderSpec
 from penstock.pipeline import qat
 from penstock.pipeline.calibration import NUM_SAMPLES, WINDOW, CalibrationSet, calibration_set

@@ -71,6 +71,9 @@ LLAMA3_JSON: Final = Family(
 PYTHONIC: Final = Family(
     "pythonic", pythonic.PythonicReader, forms.PYTHONIC, (pythonic.START, pythonic.STOP)
 )
+LFM2: Final = Family(
+    "lfm2", pythonic.Lfm2Reader, forms.LFM2, (pythonic.LFM2_START, pythonic.LFM2_STOP)
+)
 MISTRAL: Final = Family(
     "mistral", mistral.MistralReader, forms.MISTRAL_LIST,
     (mistral.OPEN, mistral.ARGS, mistral.CALL_ID), _short_id,
@@ -90,6 +93,7 @@ TOOL_PARSERS: Final = {
     "llama4_json": LLAMA3_JSON,
     "pythonic": PYTHONIC,
     "llama4_pythonic": PYTHONIC,
+    "lfm2": LFM2,
     "mistral": MISTRAL,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
@@ -127,6 +131,8 @@ def family_of(template: str) -> Family | None:
         if "<function=" in template and "<parameter=" in template:
             return QWEN3_CODER
         return HERMES if '"name"' in template or "'name'" in template else None
+    if pythonic.LFM2_START in template or "<|tool_list_start|>" in template:
+        return LFM2
     if "[func_name1(" in template:
         return PYTHONIC
     if "<function=" in template:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.server.tools import deepseek, harmony, hermes, mistral, qwen3_coder
+from penstock.server.tools import deepseek, harmony, hermes, mistral, pythonic, qwen3_coder
 from penstock.server.tools.events import Call
 
 
@@ -60,6 +60,12 @@ LLAMA3_JSON = Form(
 )
 PYTHONIC = Form(
     before=f"{NAME}(", after=")", between=", ", opening="[", closing="]", arguments="python"
+)
+LFM2 = replace(
+    PYTHONIC,
+    opening=f"{pythonic.LFM2_START}[",
+    closing=f"]{pythonic.LFM2_STOP}",
+    trigger=pythonic.LFM2_START,
 )
 MISTRAL_LIST = Form(
     before=f'{{"name": "{NAME}", "arguments": ',

@@ -1,10 +1,12 @@
-"""Calls as Python writes them: Llama 3.2 and 4, ToolACE, xLAM.
+"""Calls as Python writes them: Llama 3.2 and 4, ToolACE, xLAM, LFM2.
 
     [get_weather(city="Paris", days=3), get_time(zone="CET")]
 
 Llama 4 may put them between `<|python_start|>` and `<|python_end|>`. Nothing marks a call, so only
 a tool that is offered makes one. Arguments are Python's literals, or JSON's. Source: Meta, prompt
 formats of Llama 3.2 and Llama 4, "Zero-shot function calling".
+
+LFM2 marks its lists: `<|tool_call_start|>[…]<|tool_call_end|>`. Source: its cards, "Tool use".
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from penstock.server.tools.reader import CallReader, Marks, Reading
 
 START, STOP = "<|python_start|>", "<|python_end|>"
 _STARTS = Marks("[", START)
+LFM2_START, LFM2_STOP = "<|tool_call_start|>", "<|tool_call_end|>"
+_LFM2_STARTS = Marks(LFM2_START)
 _NAME = re.compile(r"[\w.\-]")
 _MOST_NAME = 256
 
@@ -103,3 +107,18 @@ class PythonicReader(CallReader):
             if self._at < len(self._text) or self._ended:
                 return "".join(parts)
             yield
+
+
+class Lfm2Reader(PythonicReader):
+    """Reads lists of calls between marks."""
+
+    bare = False
+
+    def read(self) -> Reading[None]:
+        """Read all of the text."""
+        while (yield from self.text_until(_LFM2_STARTS)) is not None:
+            yield from self.space()
+            if not (yield from self.literal("[")) or not (yield from self._list()):
+                self.refuse()
+            else:
+                yield from self.closing(LFM2_STOP)
