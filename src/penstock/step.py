@@ -102,6 +102,13 @@ class AdaptedStep(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedStatefulStep(StatefulStep):
+    """Both."""
+
+    adapters: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class RingStep(Step):
     """One rank's part of a step, where ranks have some rows of it and some of its keys and values.
 

@@ -344,7 +344,6 @@ def llm_of(tiny: Tiny, **options: Any) -> LLM:
         ({"preemption_mode": "swap"}, "preemption_mode='swap' or a swap_space isn't built"),
         ({"swap_space": 1.0}, "preemption_mode='swap' or a swap_space isn't built"),
         ({"prefix_cache_dir": "prefixes"}, "a prefix_cache_dir isn't built"),
-        ({"enable_lora": True}, r"LoRA \(enable_lora\) isn't built.*--merge-lora"),
         ({"kv_cache_dtype": "kivi", "dtype": "bfloat16"}, "kv_cache_dtype='kivi' isn't built"),
         ({"max_attention_window": 64}, "layers with states"),
         ({"max_num_seqs": 10_000_000, "max_num_batched_tokens": 10_000_000}, "Lower it to"),

@@ -20,8 +20,10 @@ ADAPTED = (
     "gpt-neox", "gpt-neox-serial", "olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4",
     "starcoder2", "exaone4", "seed-oss", "ernie4_5", "ministral", "phi", "stablelm",
     "arcee", "hunyuan",
-    "stablelm-parallel",
+    "stablelm-parallel", "qwen3-next", "qwen3_5", "lfm2",
 )  # fmt: skip
+APART = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", "mlp.gate")
+"""What only merging changes."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
 
 
@@ -30,7 +32,7 @@ def layers_of(oracle: Any) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in oracle.named_modules()
-        if isinstance(module, nn.Linear) and ".layers." in name
+        if isinstance(module, nn.Linear) and ".layers." in name and not name.endswith(APART)
     }
 
 
@@ -72,6 +74,7 @@ def test_as_merged_in_transformers(tiny: Make, tmp_path: Path, name: str, some: 
 
 
 PARTS = ("q_proj", "v_proj", "up_proj", "qkv_proj", "query_key_value", "dense")
+PARTS += ("in_proj_z", "in_proj_qkvz", "w3")
 
 
 class Added:

@@ -16,7 +16,7 @@ from penstock.engine.plan import Part
 from penstock.engine.request import Sequence, Status
 from penstock.engine.states import States
 from penstock.roofline import StepSize
-from penstock.step import AdaptedStep, ForkedStep, StatefulStep, Step
+from penstock.step import AdaptedStatefulStep, AdaptedStep, ForkedStep, StatefulStep, Step
 
 if TYPE_CHECKING:
     from penstock.engine.beams import Beams
@@ -285,14 +285,18 @@ class Batcher:
             block_table,
             self._sample_at.fill(wanted),
         )
-        if self._states is not None:
-            states, kept = self._states.enter(parts)
-            pairs = self._kept.fill(kept).view(-1, 2)
-            return StatefulStep(*arrays, self._from.fill(states), pairs)
+        of_tokens = None
         if adapters is not None:
             assert not layout.trees  # `LoraConfig.check_method`
-            lengths = np.diff(layout.starts)
-            return AdaptedStep(*arrays, self._adapters.fill(np.repeat(adapters, lengths)))
+            of_tokens = self._adapters.fill(np.repeat(adapters, np.diff(layout.starts)))
+        if self._states is not None:
+            states, kept = self._states.enter(parts)
+            own = self._from.fill(states), self._kept.fill(kept).view(-1, 2)
+            if of_tokens is not None:
+                return AdaptedStatefulStep(*arrays, *own, of_tokens)
+            return StatefulStep(*arrays, *own)
+        if of_tokens is not None:
+            return AdaptedStep(*arrays, of_tokens)
         if copies:
             return ForkedStep(*arrays, self._copies.fill(copies).view(-1, 2))
         return Step(*arrays)

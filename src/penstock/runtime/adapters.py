@@ -38,6 +38,7 @@ from penstock.models.weights import WeightPlan, plan_weights
 from penstock.nn import Decoder
 from penstock.nn.attention import Attention
 from penstock.nn.decoder import OF_HEADS, matrices_of, stored_in
+from penstock.nn.delta import DeltaAttention
 from penstock.nn.experts import ExpertBank
 from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Change, Linear
@@ -84,7 +85,7 @@ def _state(folder: Path) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A matrix that adapters change, and the rows of its parts."""
+    """A matrix that adapters change, and the rows of its parts in a checkpoint."""
 
     linear: Linear
     rows: tuple[int, ...]
@@ -298,13 +299,13 @@ class Adapters:
             raise files.strange(unknown)
         plans = {target.removesuffix(".weight"): plan for target, plan in found.items()}
         beyond = [name for name in plans if name not in self._places]
-        apart = (".router", ".shared_gate", OF_HEADS)
+        apart = (".router", ".shared_gate", ".attention.gates", OF_HEADS)
         mixed = [name for name in beyond if stored_in(name) != name or name.endswith(apart)]
         if mixed:
             raise UnsupportedModelError(
                 f"The adapter in {files.folder} changes {len(mixed)} matrices of experts, routers, "
-                f"gates of shared experts or heads over latents ({mixed[0]}), which only merging "
-                "does: penstock export --merge-lora."
+                f"gates of shared experts or of a delta rule, or heads over latents ({mixed[0]}), "
+                "which only merging does: penstock export --merge-lora."
             )
         lacking = [
             part for name in beyond if name.startswith("layers.") for part in plans[name].parts
@@ -357,8 +358,9 @@ def _rows(place: _Place, plan: WeightPlan) -> tuple[int, ...]:
 
 def _check_rule(plan: WeightPlan, place: _Place, files: LoraFiles, decoder: DecoderSpec) -> None:
     """Raises UnsupportedModelError for matrices that a checkpoint holds transposed."""
-    transform, count = plan.rule.transform, sum(place.rows)
-    if transform is not None and transform(torch.empty((count, 1)), decoder).shape != (count, 1):
+    transform, count = plan.rule.transform, sum(_rows(place, plan))
+    whole = (place.linear.out_features * (2 if place.linear.gated else 1), 1)
+    if transform is not None and transform(torch.empty((count, 1)), decoder).shape != whole:
         raise UnsupportedModelError(
             f"The adapter in {files.folder} changes matrices that this family of models has "
             "transposed, which isn't built. Merge it with PEFT's merge_and_unload."
@@ -397,6 +399,15 @@ def check_foldless(folder: Path) -> None:
         )
 
 
+def _rows_of(attention: Attention, linear: Linear) -> tuple[int, ...]:
+    """Of queries, keys and values, or of what gates them, beside queries there; () of others."""
+    q, k, v = attention.spec.qkv_columns
+    beside = q if attention.gate is not None else 0
+    if linear is attention.qkv:
+        return q + beside, k, v
+    return (q + beside,) if linear is attention.gate else ()
+
+
 def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:
     """The matrices of the layers, by their modules' names, and how many rows their parts have."""
     for i, layer in enumerate(model.layers):
@@ -408,6 +419,8 @@ def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:
                 continue  # `_plans` says so of adapters that change experts
             assert isinstance(linear, Linear)
             rows: tuple[int, ...] = (linear.out_features,) * (2 if linear.gated else 1)
-            if isinstance(attention, Attention) and linear is attention.qkv:
-                rows = attention.spec.qkv_columns
+            if isinstance(attention, Attention):
+                rows = _rows_of(attention, linear) or rows
+            elif isinstance(attention, DeltaAttention) and linear is attention.mixed:
+                rows = sum(attention.spec.qkv_columns), attention.spec.out_dim
             yield f"layers.{i}.{at}", _Place(linear, rows)

@@ -19,7 +19,7 @@ from penstock.cache import holds_states
 from penstock.errors import KernelError
 from penstock.ops.registry import NAMESPACE
 from penstock.runtime import compile_counter
-from penstock.step import KV, AdaptedStep, RingStep, StatefulStep, Step
+from penstock.step import KV, AdaptedStatefulStep, AdaptedStep, RingStep, StatefulStep, Step
 
 PLAN_VERSION = 2
 """Of the form of a plan and the meaning of its operators' arguments."""
@@ -275,5 +275,8 @@ def _blank_step(adapted: bool, shared: bool, stateful: bool) -> Step:
     if shared:
         return RingStep(*arrays, ints(2), ints(3))
     if stateful:
-        return StatefulStep(*arrays, ints(2), ints(2, 2))
+        states = ints(2), ints(2, 2)
+        if adapted:
+            return AdaptedStatefulStep(*arrays, *states, ints(2))
+        return StatefulStep(*arrays, *states)
     return AdaptedStep(*arrays, ints(2)) if adapted else Step(*arrays)

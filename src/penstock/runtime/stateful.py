@@ -44,7 +44,6 @@ def check_stateful(config: EngineConfig, layers: Sequence[LayerSpec]) -> None:
         (f"method={asked and asked.method!r}", trees, f"Take one of {', '.join(GUESSING)}."),
         ("preemption_mode='swap' or a swap_space", swaps, "Leave it out."),
         ("a prefix_cache_dir", known, "Leave it out: what is in memory is found without."),
-        ("LoRA (enable_lora)", config.lora.enable_lora, "Merge: penstock export --merge-lora."),
         ("kv_cache_dtype='kivi'", config.cache.kv_cache_dtype == "kivi", "int8 and int4 are."),
     )
     for name, there, instead in given:
