@@ -211,6 +211,17 @@ def test_tied_embeddings(tiny: Make, copy: Copy) -> None:
     load_model(folder)
 
 
+def test_sizes_that_nobody_said_are_told(copy: Copy) -> None:
+    """config.json lacks a size, and the family's default isn't the weights'."""
+    folder = copy("qwen3_5")
+    config = json.loads((folder / "config.json").read_text())
+    del config["linear_num_key_heads"]
+    config["linear_num_value_heads"] = 16
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=r"doesn't say linear_num_key_heads \(16\): those are"):
+        load_model(folder)
+
+
 def test_untied_needs_a_head(copy: Copy) -> None:
     folder = copy("llama3-rope")
     configure(folder, tie_word_embeddings=False)

@@ -466,7 +466,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("arcee", {"hidden_act": "silu"}, "hidden_act='silu'; built for this family: 'relu2'"),
     ("lfm2", {"conv_dim": 32}, "asks for conv_dim=32; built for this family: 64"),
     ("lfm2", {"layer_types": ["conv"] * 4}, "names conv alone"),
-    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "full_attention or conv of 4 layers"),
+    (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv", 7]},
+        "asks for 7 in layer 3; built",
+    ),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "must name 4 layers, not 2"),
     ("lfm2", {"conv_L_cache": 17}, "over 17 tokens isn't built"),
     ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu=False"),
     ("lfm2-moe", {"num_dense_layers": -1}, "num_dense_layers must be a whole number"),

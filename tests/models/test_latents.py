@@ -138,7 +138,11 @@ def test_experts_in_one_tensor(tiny: Make, tmp_path: Path) -> None:
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
         ("deepseek-v2", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer"),
-        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "must say dense or sparse of 3 layers"),
+        (
+            "glm4-moe-lite",
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types must name 3 layers, not 1",
+        ),
         ("glm4-moe-lite", {"routed_scaling_factor": -1.0}, "routed_scaling_factor must be above 0"),
     ],
 )

@@ -184,9 +184,9 @@ class Batch:
             async for output in outputs:
                 last = output  # each has all of its tokens
         if last.error is not None:
-            raise _FailedError(
-                f"Generation failed: {last.error} If it fails again, check the engine: --verify."
-            ) from last.error
+            built = self.llm.runtime.engine is not None
+            advice = " If it fails again, check the engine: --verify." if built else ""
+            raise _FailedError(f"Generation failed: {last.error}{advice}") from last.error
         return last
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from penstock.errors import UnsupportedModelError
 from penstock.models.config_reader import ConfigReader
@@ -18,6 +18,8 @@ from penstock.nn.spec import (
     NormSpec,
     RopeSpec,
 )
+
+Kind = TypeVar("Kind")
 
 DENSE_RULES: tuple[Rule, ...] = (
     Rename("model.embed_tokens.weight", "embed.weight"),
@@ -320,18 +322,26 @@ def layer_windows(
     types = c.get("layer_types")
     if types is None:
         types = ["sliding_attention" if slides(i) else "full_attention" for i in range(count)]
-    if not isinstance(types, list) or len(types) != count:
-        raise UnsupportedModelError(f"layer_types must name {count} layers: {types!r}")
-    unknown = sorted({str(t) for t in types} - {"sliding_attention", "full_attention"})
-    if unknown:
-        raise UnsupportedModelError(
-            f"layer_types asks for {', '.join(unknown)}; built: sliding_attention, full_attention."
-        )
+    kinds = {"sliding_attention": window, "full_attention": 0}
+    windows = layer_kinds("layer_types", types, kinds, count)
     if "sliding_attention" in types and not window:
         raise UnsupportedModelError(
             "layer_types asks for sliding attention, but no sliding_window is in effect."
         )
-    return tuple(window if t == "sliding_attention" else 0 for t in types)
+    return tuple(windows)
+
+
+def layer_kinds(key: str, types: Any, kinds: Mapping[str, Kind], count: int) -> list[Kind]:
+    """What `types`, the value of `key`, names for each of `count` layers, of `kinds`."""
+    if not isinstance(types, list) or len(types) != count:
+        said = f"{len(types)} layers" if isinstance(types, list) else repr(types)
+        raise UnsupportedModelError(f"{key} must name {count} layers, not {said}.")
+    for i, kind in enumerate(types):
+        if not isinstance(kind, str) or kind not in kinds:
+            raise UnsupportedModelError(
+                f"{key} asks for {kind!r} in layer {i}; built: {', '.join(kinds)}."
+            )
+    return [kinds[kind] for kind in types]
 
 
 def mixing_layers(c: ConfigReader, count: int) -> list[bool]:
@@ -369,4 +379,5 @@ def model_spec(
         bos_token_id=c.get("bos_token_id"),
         eos_token_ids=eos_ids,
         prefixes=prefixes,
+        unsaid=tuple(c.sizes.items()),
     )

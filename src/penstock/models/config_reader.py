@@ -88,9 +88,13 @@ class ConfigReader:
         self._where = where
         self._read: set[str] = set()
         self._parts: list[ConfigReader] = []
+        self._defaults: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}
+        """Positive integers that were read and that the config doesn't say."""
 
     def assume(self, **defaults: Any) -> None:
         """The family's defaults of keys that are absent; those that are null stay so."""
+        self._defaults |= {k: v for k, v in defaults.items() if k not in self._config}
         self._config = {**defaults, **self._config}
 
     def replace(self, **values: Any) -> None:
@@ -127,6 +131,8 @@ class ConfigReader:
             raise UnsupportedModelError(
                 f"{self._where}: {key} is beyond {_MOST[key]:,}, which no model has"
             )
+        if key in self._defaults or self._config.get(key) is None:
+            self.sizes[key] = value
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

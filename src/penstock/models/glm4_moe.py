@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.errors import UnsupportedModelError
 from penstock.models.common import (
     DENSE_RULES,
     EXPERT_RULES,
@@ -18,6 +17,7 @@ from penstock.models.common import (
     dense_first,
     gated_mlp,
     head_dim,
+    layer_kinds,
     model_spec,
     predicting_layers,
     routed_experts,
@@ -75,12 +75,4 @@ def _blocks(c: ConfigReader, dense: MlpSpec, mixed: MlpSpec) -> list[MlpSpec]:
     if types is None:
         return blocks
     kinds = {"dense": dense, "sparse": mixed}
-    if (
-        not isinstance(types, list)
-        or len(types) != len(blocks)
-        or any(type(each) is not str or each not in kinds for each in types)
-    ):
-        raise UnsupportedModelError(
-            f"mlp_layer_types must say dense or sparse of {len(blocks)} layers: {types!r}"
-        )
-    return [kinds[each] for each in types]
+    return layer_kinds("mlp_layer_types", types, kinds, len(blocks))

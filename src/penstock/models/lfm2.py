@@ -15,6 +15,7 @@ from penstock.models.common import (
     expert_rules,
     experts,
     head_dim,
+    layer_kinds,
     model_spec,
 )
 from penstock.models.config_reader import ConfigReader
@@ -67,16 +68,12 @@ def _kinds(c: ConfigReader) -> list[AttentionSpec]:
         if not isinstance(attending, list):
             raise UnsupportedModelError(f"full_attn_idxs must be a list of layers: {attending!r}")
         types = ["full_attention" if i in attending else "conv" for i in range(count)]
-    named = isinstance(types, list) and all(isinstance(t, str) and t in kinds for t in types)
-    if not named or len(types) != count:
-        raise UnsupportedModelError(
-            f"layer_types must say full_attention or conv of {count} layers: {types!r}"
-        )
-    if "full_attention" not in types:
+    found = layer_kinds("layer_types", types, kinds, count)
+    if attends not in found:
         raise UnsupportedModelError(
             "layer_types names conv alone; models some of whose layers attend are built."
         )
-    return [kinds[kind] for kind in types]
+    return found
 
 
 def _inner(c: ConfigReader) -> int:

@@ -30,17 +30,17 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-def _text(c: ConfigReader, mlp: MlpSpec, rules: tuple[Rule, ...]) -> ModelSpec:
+def _text(c: ConfigReader, family: str, mlp: MlpSpec, rules: tuple[Rule, ...]) -> ModelSpec:
     layers = [LayerSpec(each, mlp) for each in hybrid_layers(c)]
     for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"):
         c.get(key)  # of layers that guess ahead
     spec = decoder(c, layers, offset=1.0)
-    return model_spec(c, "qwen3_5", spec, (*_RULES, *rules, *DENSE_RULES))
+    return model_spec(c, family, spec, (*_RULES, *rules, *DENSE_RULES))
 
 
 def _dense(c: ConfigReader) -> ModelSpec:
     c.assume(num_key_value_heads=4, max_position_embeddings=32_768)
-    return _text(c, gated_mlp(c), ())
+    return _text(c, "qwen3_5", gated_mlp(c), ())
 
 
 def _mixed(c: ConfigReader) -> ModelSpec:
@@ -48,7 +48,8 @@ def _mixed(c: ConfigReader) -> ModelSpec:
         num_key_value_heads=2, max_position_embeddings=32_768, moe_intermediate_size=512,
     )  # fmt: skip
     c.get("intermediate_size")  # every layer has experts
-    return _text(c, mixed_experts(c, 256, 8, normalize=True), MIXED_RULES)
+    mixed = mixed_experts(c, 256, 8, normalize=True)
+    return _text(c, "qwen3_5_moe", mixed, MIXED_RULES)
 
 
 @register("Qwen3_5ForCausalLM")
@@ -77,7 +78,7 @@ def read_mixed_config(c: ConfigReader) -> ModelSpec:
 
 def _seeing(c: ConfigReader, text: ModelSpec) -> ModelSpec:
     grid = tower(c.part("vision_config"), text.decoder.hidden)
-    return together(c, text, grid, TOWER, "qwen3_5", image_token_id=248_056)
+    return together(c, text, grid, TOWER, text.family, image_token_id=248_056)
 
 
 def _blind(text: ModelSpec) -> ModelSpec:

@@ -21,6 +21,7 @@ from penstock.models.common import (
     experts,
     gated_mlp,
     head_dim,
+    layer_kinds,
     mixing_layers,
     model_spec,
     shared_rules,
@@ -135,16 +136,12 @@ def hybrid_layers(c: ConfigReader) -> list[AttentionSpec]:
     every, types = c.integer("full_attention_interval", 4), c.get("layer_types")
     if types is None:
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    named = isinstance(types, list) and all(isinstance(t, str) and t in kinds for t in types)
-    if not named or len(types) != count:
-        raise UnsupportedModelError(
-            f"layer_types must say full_attention or linear_attention of {count} layers: {types!r}"
-        )
+    found = layer_kinds("layer_types", types, kinds, count)
     if len(set(types)) < 2:
         raise UnsupportedModelError(
             f"layer_types names {types[0]} alone; models that have both kinds of layers are built."
         )
-    return [kinds[kind] for kind in types]
+    return found
 
 
 def mixed_experts(c: ConfigReader, count: int, per_token: int, *, normalize: bool) -> MlpSpec:

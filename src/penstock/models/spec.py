@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -83,3 +83,5 @@ class ModelSpec:
     prefixes: tuple[str, ...] = ()  # stripped from checkpoint names where present
     aliases: tuple[tuple[str, str], ...] = ()  # beginnings of names, and what they mean, in turn
     pictures: PicturesSpec | None = None  # of a model that sees some
+    unsaid: tuple[tuple[str, int], ...] = field(default=(), compare=False)  # sizes that were taken
+    # by default, for errors to name

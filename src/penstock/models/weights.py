@@ -134,7 +134,7 @@ def load_weights(
             continue
         tensor = _assemble(plans[target], checkpoint, spec, room)
         if tuple(tensor.shape) != shape:
-            raise _disagrees(target, plans[target], shape, tuple(tensor.shape))
+            raise _disagrees(target, plans[target], shape, tuple(tensor.shape), spec)
         name, _, parameter = target.rpartition(".")
         try:
             modules[name].load(parameter, tensor)
@@ -171,15 +171,17 @@ def check_complete(
         found = [checkpoint.shape(part) for part in plan.parts if part is not None]
         whole = (sum(part[0] for part in found), *found[0][1:])
         if plan.rule.transform is None and whole != shape:
-            raise _disagrees(target, plan, shape, whole)
+            raise _disagrees(target, plan, shape, whole, spec)
 
 
 def _disagrees(
-    target: str, plan: WeightPlan, needs: tuple[int, ...], has: tuple[int, ...]
+    target: str, plan: WeightPlan, needs: tuple[int, ...], has: tuple[int, ...], spec: ModelSpec
 ) -> WeightsError:
+    unsaid = ", ".join(f"{key} ({value})" for key, value in spec.unsaid)
+    defaults = f" It doesn't say {unsaid}: those are defaults." if unsaid else ""
     return WeightsError(
         f"{target} needs shape {list(needs)}, but {plan.parts} give {list(has)}. config.json and "
-        "the weights disagree."
+        f"the weights disagree.{defaults}"
     )
 
 

@@ -26,28 +26,21 @@ _LEAST = torch.finfo(torch.float32).min
 def check_expressible(decoder: Decoder) -> None:
     """Raises UnsupportedModelError for what isn't written here."""
     for i, layer in enumerate(decoder.spec.layers):
-        attention = layer.attention
-        if layer.attention.latent is not None:
-            raise UnsupportedModelError(
-                f"Layer {i} attends over latents, which --onnx can't write."
-            )
-        if attention.has_state or attention.gated:
-            what = "has a state" if attention.has_state else "has gated attention"
-            raise UnsupportedModelError(f"Layer {i} {what}, which --onnx can't write.")
-        if attention.kv_rank:
-            raise UnsupportedModelError(
-                f"Layer {i} keeps keys and values in {attention.kv_rank} dimensions (kv_rank), "
-                "which --onnx can't write."
-            )
-        if layer.mlp.experts is not None:
-            raise UnsupportedModelError(f"Layer {i} has experts, which --onnx can't write.")
-        if layer.mlp.row_operator:
-            raise UnsupportedModelError(
-                f"Layer {i} has the operator {layer.mlp.row_operator} of another package, which "
-                "--onnx can't write."
-            )
-        if attention.sinks:
-            raise UnsupportedModelError(f"Layer {i} has attention sinks, which --onnx can't write.")
+        a, foreign = layer.attention, layer.mlp.row_operator
+        lacking = {
+            "attends over latents": a.latent is not None,
+            "has a state": a.has_state,
+            "has gated attention": a.gated,
+            f"keeps keys and values in {a.kv_rank} dimensions (kv_rank)": bool(a.kv_rank),
+            "has experts": layer.mlp.experts is not None,
+            f"has the operator {foreign} of another package": bool(foreign),
+            "has attention sinks": a.sinks,
+        }
+        for what, there in lacking.items():
+            if there:
+                raise UnsupportedModelError(
+                    f"Layer {i} {what}, which --onnx can't write: leave it out."
+                )
 
 
 class DecoderWriter:
