@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -78,6 +79,8 @@ _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
 _MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000}
 _MOST |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000)
 """Something is made for each of them, before the tensors are looked at."""
+_SIZE = re.compile(r"size|dim|head|rank|expert|kernel|conv_L")
+"""In the names of what the shapes of tensors follow from."""
 
 
 class ConfigReader:
@@ -90,7 +93,7 @@ class ConfigReader:
         self._parts: list[ConfigReader] = []
         self._defaults: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
-        """Positive integers that were read and that the config doesn't say."""
+        """Sizes that were read and that the config doesn't say."""
 
     def assume(self, **defaults: Any) -> None:
         """The family's defaults of keys that are absent; those that are null stay so."""
@@ -131,7 +134,7 @@ class ConfigReader:
             raise UnsupportedModelError(
                 f"{self._where}: {key} is beyond {_MOST[key]:,}, which no model has"
             )
-        if key in self._defaults or self._config.get(key) is None:
+        if _SIZE.search(key) and (key in self._defaults or self._config.get(key) is None):
             self.sizes[key] = value
         return value
 
