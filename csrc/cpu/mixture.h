@@ -13,6 +13,7 @@ struct Routing {
   bool sigmoid;                // a logit's share is its sigmoid; otherwise of a softmax
   int64_t groups, top_groups;  // of experts, and how many of them can be chosen from; 1, 1: none
   float scale;                 // of the weights
+  float eps;                   // beside the sum of sigmoids that are normalized
 };
 
 struct RouteArgs {

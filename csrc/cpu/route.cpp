@@ -99,7 +99,7 @@ void route_row(const RouteArgs& a, int64_t row) {
   float sum = 1.0f;
   if (a.by.sigmoid) {
     sigmoids(weights, k, weights);
-    if (a.by.normalize) sum = 1e-20f;
+    if (a.by.normalize) sum = a.by.eps;
     for (int64_t j = 0; a.by.normalize && j < k; j++) sum += weights[j];
   } else {
     const float peak = a.by.normalize ? largest(weights, k) : largest(x, a.experts);

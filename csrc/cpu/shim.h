@@ -139,7 +139,7 @@ struct Router {
   const Optional& correction;
   bool sigmoid;
   int64_t groups, top_groups;
-  double scale;
+  double scale, eps;
 };
 
 // Which ranks share them, and how: SharedExperts.
@@ -166,7 +166,8 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
                int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
                int64_t groups, int64_t top_groups, double scale, Optional meeting,
-               Optional up_bounds, Optional down_bounds, Optional expert_bounds, int64_t rank);
+               Optional up_bounds, Optional down_bounds, Optional expert_bounds, int64_t rank,
+               double eps);
 
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 

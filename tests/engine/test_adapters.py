@@ -302,7 +302,7 @@ def test_other_kinds_of_requests(model: Decoder, folders: dict[str, Path], param
 def test_guesses(model: Decoder, folders: dict[str, Path], method: str) -> None:
     """Steps that check several tokens at once leave the same ones."""
     params = SamplingParams(temperature=0.0, max_tokens=60)
-    guessing = {"method": method, "num_speculative_tokens": 4}
+    guessing = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
     engine = engine_on(model, folders, speculative_config=guessing)
     got = outputs_of(engine, params, WHO, list(PROMPTS))
     want = outputs_of(engine_on(model, folders), params, WHO, list(PROMPTS))

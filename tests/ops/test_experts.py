@@ -135,6 +135,17 @@ def test_routers(name: str, normalize: bool) -> None:
     assert torch.equal(got, alone)
 
 
+@pytest.mark.usefixtures("isa")
+@needs_native
+def test_small_sums_of_sigmoids_are_raised() -> None:
+    """As LFM2's router has it: 1e-6 is a part of the sum where a token wants nobody."""
+    given, x = routed("sigmoid", True), rows(40)
+    got = ops.experts(x, *given, eps=0.5)
+    want = ops.op("experts").reference(x, *given, eps=0.5)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got, ops.experts(x, *given), rtol=1e-2)
+
+
 def test_the_router_of_deepseek() -> None:
     """transformers' own, with corrections that change the choice."""
     config = DeepseekV3Config(

@@ -285,7 +285,9 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> Request:
         """End a request, or the one that it guides; returns which."""
-        request, error = request.guides or request, self.intake.explained(error)
+        request = request.guides or request
+        adapter = None if request.adapter is None else request.adapter.name
+        error = self.intake.explained(error, adapter)
         logger.warning("Request %s failed: %s", request.request_id, error)
         request.error = error
         self._end(request, "error")

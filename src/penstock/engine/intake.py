@@ -435,16 +435,18 @@ class Intake:
             "Ban less, or loosen the form."
         )
 
-    def explained(self, error: Exception) -> Exception:
-        """What a request failed of; numbers that aren't finite with where they come from.
+    def explained(self, error: Exception, adapter: str | None = None) -> Exception:
+        """What a request with this adapter failed of; numbers that aren't finite with where they
+        come from.
 
         The first such request reads all weights for that, which takes about as long as a step.
         """
         if not isinstance(error, ModelOutputError):
             return error
         if self._why_not_finite is None:
-            self._why_not_finite = why_not_finite(self._model.model, self._model.spec)
-        return ModelOutputError(f"{error} {self._why_not_finite}")
+            self._why_not_finite = why_not_finite(self._model.model, self._model.tensors)
+        beside = "" if adapter is None else f" The request has the adapter {adapter!r}."
+        return ModelOutputError(f"{error}{beside} {self._why_not_finite}")
 
     def _may_come(self, constraint: Constraint) -> set[int]:
         """The tokens that a constraint lets come next."""

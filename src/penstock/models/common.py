@@ -170,8 +170,8 @@ def experts(c: ConfigReader, count: int, per_token: int, size: str, *, normalize
     names; per_token: of those that a token takes; size: the key of what lies between their
     matrices.
     """
-    local = c.integer("num_local_experts", c.integer("num_experts", count))
-    total = c.integer("num_experts", local)
+    keys = [key for key in ("num_local_experts", "num_experts") if c.has(key)] or ["num_experts"]
+    local, total = c.integer(keys[0], count), c.integer(keys[-1], count)
     if total != local:
         raise UnsupportedModelError(
             f"config.json: num_experts {total} and num_local_experts {local} differ."

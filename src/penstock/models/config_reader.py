@@ -79,7 +79,7 @@ _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
 _MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000}
 _MOST |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000)
 """Something is made for each of them, before the tensors are looked at."""
-_SIZE = re.compile(r"size|dim|head|rank|expert|kernel|conv_L")
+_SIZE = re.compile(r"size|dim|head|rank|expert|kernel|conv_L|multiple")
 """In the names of what the shapes of tensors follow from."""
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import WeightsError
-from penstock.models.spec import ModelSpec
-from penstock.models.weights import sources_of
+from penstock.models.checkpoint import Source
+from penstock.nn.decoder import stored_in
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -24,19 +25,45 @@ def check_finite(name: str, values: Tensor) -> None:
         raise WeightsError(_told(bad, values, name))
 
 
-def why_not_finite(model: nn.Module, spec: ModelSpec) -> str:
+def why_not_finite(model: nn.Module, tensors: Mapping[str, tuple[str, ...]]) -> str:
     """Where a model's logits that aren't finite come from, as a sentence or two.
 
-    It reads all of the weights that are here, which takes as long as a step.
+    tensors: `LoadedModel.tensors`. It reads all of the weights that are here, which takes as long
+    as a step.
     """
     for name, tensor in model.named_parameters():
         bad = _broken(tensor)
         if bad:
-            return _told(bad, tensor, ", ".join(sources_of(name, spec)) or name)
+            return _told(bad, tensor, _named(name, tensor, tensors))
+    shared = any(getattr(module, "part", None) or getattr(module, "elsewhere", False)
+                 for module in model.modules())  # fmt: skip
+    whose = "Of its weights those that this process has are" if shared else "Its weights are all"
     return (
-        "Its weights are all finite, so numbers grew too large on the way: a damaged checkpoint, a "
+        f"{whose} finite, so numbers grew too large on the way: a damaged checkpoint, a "
         "config.json that isn't its own, or a format with too few bits. Compare dtype float32."
     )
+
+
+def blamed(parts: Iterable[str], source: Source) -> list[str]:
+    """Those of some tensors of a checkpoint that have NaN or infinity; all where none is found."""
+    read = {part: source.read(part) for part in parts}
+    found = [part for part, t in read.items() if isinstance(t, Tensor) and _broken(t)]
+    return found or list(read)
+
+
+def _named(parameter: str, values: Tensor, tensors: Mapping[str, tuple[str, ...]]) -> str:
+    """The checkpoint's tensors that a parameter is made of; of experts, those that are broken."""
+    module = parameter.rpartition(".")[0]
+    found = tensors.get(parameter, ())
+    banked = [name for name in tensors if stored_in(name.rpartition(".")[0]) == module]
+    if not found and banked:
+        bad = [f"{module}.{e}.weight" for e, own in enumerate(values) if _broken(own)]
+        found = tuple(part for name in bad for part in tensors.get(name, ()))
+    if not found:  # its module makes several parameters of one tensor
+        found = tuple(
+            part for name in tensors if name.startswith(f"{module}.") for part in tensors[name]
+        )
+    return ", ".join(found) or parameter
 
 
 def _told(bad: int, values: Tensor, name: str) -> str:

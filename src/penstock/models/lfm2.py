@@ -6,6 +6,7 @@ Source: the models' cards, transformers' `lfm2` and `lfm2_moe`; arXiv:2511.23404
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from penstock.errors import UnsupportedModelError
 from penstock.models.common import (
@@ -63,49 +64,75 @@ def _kinds(c: ConfigReader) -> list[AttentionSpec]:
     )  # fmt: skip
     kinds = {"full_attention": attends, "conv": convolves}
     count, types = c.integer("num_hidden_layers"), c.get("layer_types")
-    attending = c.get("full_attn_idxs", list(range(count)))
+    listed = c.get("full_attn_idxs")
+    if listed is not None:
+        named = _named(listed, count)
+        if types not in (None, named):
+            raise UnsupportedModelError(
+                f"full_attn_idxs {listed!r} and layer_types {types!r} differ: leave one out."
+            )
+        types = named
     if types is None:
-        if not isinstance(attending, list):
-            raise UnsupportedModelError(f"full_attn_idxs must be a list of layers: {attending!r}")
-        types = ["full_attention" if i in attending else "conv" for i in range(count)]
+        types = _named(list(range(count)), count)
     found = layer_kinds("layer_types", types, kinds, count)
     if attends not in found:
         raise UnsupportedModelError(
-            "layer_types names conv alone; models some of whose layers attend are built."
+            "No layer attends, as layer_types or full_attn_idxs say; models some of whose layers "
+            "do are built."
         )
     return found
 
 
+def _named(attending: Any, count: int) -> list[str]:
+    """`layer_types` of the layers that attend."""
+    if not isinstance(attending, list) or any(
+        type(i) is not int or not 0 <= i < count for i in attending
+    ):
+        raise UnsupportedModelError(
+            f"full_attn_idxs must be a list of some of the layers 0 to {count - 1}: {attending!r}"
+        )
+    return ["full_attention" if i in attending else "conv" for i in range(count)]
+
+
 def _inner(c: ConfigReader) -> int:
     """What lies between an MLP's matrices: two thirds of what is said, in whole multiples."""
-    size = c.integer("block_ff_dim", c.integer("intermediate_size", 12_288))
+    key = "block_ff_dim" if c.has("block_ff_dim") else "intermediate_size"
+    size = c.integer(key, 12_288)
     c.get("intermediate_size")
-    multiple, times = c.integer("block_multiple_of", 256), c.get("block_ffn_dim_multiplier", 1.0)
+    multiple, times = c.integer("block_multiple_of", 256), 1.0
+    if c.nullable("block_ffn_dim_multiplier", 1.0) is not None:
+        times = c.positive("block_ffn_dim_multiplier", 1.0)
     if not c.flag("block_auto_adjust_ff_dim", True):
         return size
-    size = int(2 * size / 3)
-    if times is not None:
-        size = int(c.positive("block_ffn_dim_multiplier", 1.0) * size)
-    return multiple * -(-size // multiple)
+    wide = times * int(2 * size / 3)
+    if not 1 <= wide < 2**31:
+        raise UnsupportedModelError(
+            f"config.json: {key} {size} times block_ffn_dim_multiplier {times:g} is no size."
+        )
+    return multiple * -(-int(wide) // multiple)
 
 
 def _spec(c: ConfigReader, blocks: list[MlpSpec], name: str) -> ModelSpec:
-    for key in (*_DRAWN, "num_heads"):
+    for key in _DRAWN:
         c.get(key)
+    heads = c.integer("num_attention_heads")
+    c.only("num_heads", (heads,), heads)
+    c.only("hidden_act", ("silu", "swish"), "silu")
     c.only("block_use_swiglu", (True,), True)
     c.only("use_pos_enc", (True,), True)
     layers = [LayerSpec(a, mlp) for a, mlp in zip(_kinds(c), blocks, strict=True)]
     eps = c.number("norm_eps", 1e-5)
     c.only("block_norm_eps", (eps,), eps)
-    tied = c.flag("tie_embedding", True)
-    spec = decoder(c, layers, tied=tied, norm=NormSpec(eps=eps))
+    if c.has("tie_embedding"):
+        c.replace(tie_word_embeddings=c.flag("tie_embedding", True))
+    spec = decoder(c, layers, tied=True, norm=NormSpec(eps=eps))
     return model_spec(c, name, spec, _RULES)
 
 
 def _assume(c: ConfigReader) -> None:
     c.assume(num_key_value_heads=8, max_position_embeddings=128_000, rope_theta=1_000_000.0)
-    if c.has("theta"):
-        c.replace(rope_theta=c.number("theta"))
+    theta = c.number("rope_theta")
+    c.only("theta", (theta,), theta)
 
 
 @register("Lfm2ForCausalLM")
@@ -130,6 +157,7 @@ def read_mixed_config(c: ConfigReader) -> ModelSpec:
             sigmoid=True,
             correction=c.flag("use_expert_bias", True),
             scale=c.positive("routed_scaling_factor", 1.0),
+            eps=1e-6,
         ),
     )
     count, first = c.integer("num_hidden_layers"), c.get("num_dense_layers", 2)

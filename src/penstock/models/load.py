@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -52,6 +53,8 @@ class LoadedModel:
     max_model_len: int  # tokens
     generation: dict[str, Any]  # generation_config.json; empty where there is none
     eos_token_ids: tuple[int, ...]  # of generation_config.json, or else of config.json
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a checkpoint, by the
+    # parameters that they became; empty where there was none
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,17 @@ class Description:
         _check_tables(self.spec.decoder, self.max_model_len)
         return Decoder(self.spec.decoder, self.formats, self.dtype, self.max_model_len, ranks)
 
-    def loaded(self, model: Decoder) -> LoadedModel:
-        """With the model that has come out of it."""
+    def loaded(
+        self, model: Decoder, tensors: Mapping[str, tuple[str, ...]] | None = None
+    ) -> LoadedModel:
+        """With the model that has come out of it, and what its parameters were made of."""
         decoder = self.spec.decoder
         _note_longrope(decoder, min(self.max_model_len, decoder.reach or self.max_model_len))
         stops = stop_ids(self.spec, self.generation, self.folder)
         return LoadedModel(
-            model.eval(), self.spec, self.dtype, self.max_model_len, self.generation, stops
-        )
+            model.eval(), self.spec, self.dtype, self.max_model_len, self.generation, stops,
+            tensors or {},
+        )  # fmt: skip
 
 
 class Asked(TypedDict, total=False):
@@ -200,10 +206,10 @@ def load_model(
     model = found.decoder(ranks)
     if stored is None:  # on their way to a GPU they are here, too
         _check_memory(model, found, min(_free(CPU), _free(device)))
-    load_weights(model, found.spec, found.source, progress, stored)
+    tensors = load_weights(model, found.spec, found.source, progress, stored)
     if device != CPU:
         model.to(device)
-    return found.loaded(model)
+    return found.loaded(model, tensors)
 
 
 def load_dummy(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import WeightsError
 from penstock.models.checkpoint import Checkpoint, Source
+from penstock.models.finite import blamed
 from penstock.models.room import Room
 from penstock.models.spec import Ignore, ModelSpec, Rename, Share, Stack
 from penstock.nn.decoder import Decoder, matrices_of, stored_in
@@ -93,27 +94,14 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, Weigh
     return plans, unknown
 
 
-def sources_of(parameter: str, spec: ModelSpec) -> tuple[str, ...]:
-    """The checkpoint's names of what `parameter` is made of, as rules have them; () where none."""
-    if spec.decoder.tied and parameter == "head.weight":
-        parameter = "embed.weight"
-    for rule in spec.rules:
-        if isinstance(rule, Ignore):
-            continue
-        match = _compile(rule.target).fullmatch(parameter)
-        if match:
-            return tuple(_fill(source, match.groupdict()) for source in rule.sources)
-    return ()
-
-
 def load_weights(
     model: nn.Module,
     spec: ModelSpec,
     checkpoint: Source,
     progress: Progress | None = None,
     stored: Stored | None = None,
-) -> None:
-    """Fill every parameter of `model`, one at a time.
+) -> dict[str, tuple[str, ...]]:
+    """Fill every parameter of `model`, one at a time; returns what each is made of, by its name.
 
     Raises WeightsError when the checkpoint has a tensor that nothing takes, lacks one that
     something needs, or has one of another shape.
@@ -127,6 +115,10 @@ def load_weights(
     _drop_zero_biases(plans, expected, checkpoint)
     _check_complete(plans, unknown, expected, spec)
 
+    tensors = {
+        target: tuple(part for part in plan.parts if part is not None)
+        for target, plan in plans.items()
+    }
     total = sum(torch.Size(shape).numel() for shape in expected.values())
     done, room = 0, Room()
     for target, shape in expected.items():
@@ -138,16 +130,26 @@ def load_weights(
         name, _, parameter = target.rpartition(".")
         try:
             modules[name].load(parameter, tensor)
-            room.leave_to(modules[name])
-            keeper = modules[name].keeper
-            if stored is not None and keeper.is_complete:
-                stored(names[keeper], keeper)
         except WeightsError as error:  # of values; which tensor's, only this place knows
-            parts = ", ".join(part for part in plans[target].parts if part is not None)
-            raise WeightsError(f"{parts}: {error}") from error
+            raise WeightsError(f"{', '.join(tensors[target])}: {error}") from error
+        room.leave_to(modules[name])
+        keeper = modules[name].keeper
+        if stored is not None and keeper.is_complete:
+            try:
+                stored(names[keeper], keeper)
+            except WeightsError as error:  # of any that it was given
+                given = [t for t in tensors if _kept_in(t) == names[keeper]]
+                parts = blamed((part for t in given for part in tensors[t]), checkpoint)
+                raise WeightsError(f"{', '.join(parts)}: {error}") from error
         done += math.prod(shape)
         if progress is not None:
             progress(done, total)
+    return tensors
+
+
+def _kept_in(target: str) -> str:
+    """The module that keeps a parameter's values."""
+    return stored_in(target.rpartition(".")[0])
 
 
 def check_complete(

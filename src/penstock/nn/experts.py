@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ class _Divided:
     up: Part | None = None  # of each expert's matrices
     down: Part | None = None
     own: range | None = None  # experts
-    arguments: tuple[Any, ...] = ()  # the last of `ops.experts`
+    arguments: dict[str, Any] = field(default_factory=dict)  # of `ops.experts`
 
     @classmethod
     def among(cls, ranks: Ranks | None, count: int, wide: int, hidden: int) -> _Divided:
@@ -168,10 +168,13 @@ class _Divided:
             return cls()
         if ranks.whole_experts:
             share = ranks.split(count, 1)
-            whole = (ranks.meeting, None, None, share.ends, ranks.rank)
+            whole = {"meeting": ranks.meeting, "expert_bounds": share.ends, "rank": ranks.rank}
             return cls(own=share.own, arguments=whole)
         up, down = ranks.split(wide), ranks.split(hidden)
-        columns = (ranks.meeting, up.ends, down.ends, None, ranks.rank)
+        columns = {
+            "meeting": ranks.meeting, "up_bounds": up.ends, "down_bounds": down.ends,
+            "rank": ranks.rank,
+        }  # fmt: skip
         return cls(Part((up.own,), wide), Part((down.own,), hidden), arguments=columns)
 
 
@@ -251,5 +254,6 @@ class Experts(nn.Module):
             self.experts.groups,
             self.experts.top_groups,
             self.experts.scale,
-            *self.divided.arguments,
+            **self.divided.arguments,
+            eps=self.experts.eps,
         )

@@ -196,6 +196,7 @@ class ExpertsSpec:
     groups: int = 1  # of experts
     top_groups: int = 1  # of those, how many can be chosen from
     scale: float = 1.0  # of the weights
+    eps: float = 1e-20  # beside a sum of sigmoids that are made to sum to 1
     shared: int = 0  # intermediate of a block that all tokens go through beside them; 0: none
     shared_gate: bool = False  # each token takes so much of it as its sigmoid says
 

@@ -47,6 +47,7 @@ def _fake(
     down_bounds: Tensor | None = None,
     expert_bounds: Tensor | None = None,
     rank: int = 0,
+    eps: float = 1e-20,
 ) -> Tensor:
     columns = out_features if down_bounds is None else int(down_bounds[-1])
     return x.new_empty((x.shape[0], columns))
@@ -60,7 +61,8 @@ def _fake(
     "int activation, int up_row_codes=0, int up_levels=0, int down_row_codes=0, "
     "int down_levels=0, Tensor? correction=None, bool sigmoid=False, int groups=1, "
     "int top_groups=1, float scale=1.0, Tensor(a!)? meeting=None, Tensor? up_bounds=None, "
-    "Tensor? down_bounds=None, Tensor? expert_bounds=None, int rank=0) -> Tensor",
+    "Tensor? down_bounds=None, Tensor? expert_bounds=None, int rank=0, "
+    "float eps=1e-20) -> Tensor",
     fake=_fake,
 )
 def experts(
@@ -98,6 +100,7 @@ def experts(
     down_bounds: Tensor | None = None,
     expert_bounds: Tensor | None = None,
     rank: int = 0,
+    eps: float = 1e-20,
 ) -> Tensor:
     """out[t] = Σⱼ w[t, j] · down[e] · (act(gate[e] · x[t]) ∘ (up[e] · x[t])), e = chosen[t, j].
 
@@ -121,7 +124,9 @@ def experts(
     """
     count = up.shape[0] if expert_bounds is None else int(expert_bounds[-1])
     logits = linear(x, router, None, None, router_bias, count, out_dtype=torch.float32)
-    weights, chosen = route(logits, k, normalize, correction, sigmoid, groups, top_groups, scale)
+    weights, chosen = route(
+        logits, k, normalize, correction, sigmoid, groups, top_groups, scale, eps
+    )
     rows, starts, places = sort_tokens(chosen, count)
     ends = starts
     if expert_bounds is not None:  # rows of its own experts

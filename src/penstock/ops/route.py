@@ -40,6 +40,7 @@ def _fake(
     groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
@@ -57,7 +58,8 @@ def _of_best_groups(wish: Tensor, groups: int, top_groups: int, pair: bool) -> T
 
 @define_op(
     "route(Tensor logits, int k, bool normalize, Tensor? correction=None, bool sigmoid=False, "
-    "int groups=1, int top_groups=1, float scale=1.0) -> (Tensor weights, Tensor experts)",
+    "int groups=1, int top_groups=1, float scale=1.0, float eps=1e-20) "
+    "-> (Tensor weights, Tensor experts)",
     fake=_fake,
 )
 def route(
@@ -69,6 +71,7 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """The k experts that each token wants most, and their weights.
 
@@ -79,7 +82,8 @@ def route(
     which only those of the top_groups best groups can be chosen: those with the largest share, or
     with a correction the largest sum of two.
     normalize: weights are the shares of the k divided by their sum. Of a softmax that is the
-    softmax of the k logits alone (Mixtral; Qwen's norm_topk_prob). scale: multiplies them last.
+    softmax of the k logits alone (Mixtral; Qwen's norm_topk_prob); eps is added to a sum of
+    sigmoids. scale: multiplies them last.
     Raises RuntimeError for a k beyond 1 to E, or more than the groups hold.
     Cost: T·E·itemsize bytes read; in cache.
     Source: top k before softmax: Shazeer et al. 2017, arXiv:1701.06538, Jiang et al. 2024,
@@ -95,7 +99,7 @@ def route(
     experts = wish.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weights = shares.gather(1, experts)
     if normalize and sigmoid:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
     elif normalize:
         weights = x.gather(1, experts).softmax(-1)
     return (weights * scale).contiguous(), experts.to(torch.int32)

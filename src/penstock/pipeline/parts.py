@@ -16,7 +16,7 @@ from penstock.models.finite import check_finite
 from penstock.models.registry import spec_of
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import plan_weights
-from penstock.nn.decoder import has_latents, layer_matrices, stored_in
+from penstock.nn.decoder import has_latents, has_states, layer_matrices, stored_in
 from penstock.quant import Codes, Scheme
 from penstock.quant.scheme import GROUPS, Kind
 
@@ -81,7 +81,12 @@ class Parts:
         return [*_modules(self.spec), "head"]
 
     def check_dense(self, what: str) -> None:
-        """Raises UnsupportedModelError where a layer has experts; what: `GPTQ`, …"""
+        """Raises UnsupportedModelError where layers have experts, latents, states; what: `GPTQ`."""
+        if has_states(self.spec.decoder.layers):
+            raise UnsupportedModelError(
+                f"{self.spec.family!r} has layers with states, which {what} isn't built for. "
+                "Round to nearest: --quant without --calib."
+            )
         if has_latents(self.spec.decoder.layers):
             raise UnsupportedModelError(
                 f"{self.spec.family!r} attends over latents (MLA), which {what} isn't built for. "

@@ -246,6 +246,7 @@ def check_trainable(spec: DecoderSpec, family: str) -> None:
         lacking["norms after a block"] = layer.post_norm or not layer.pre_norm
         lacking["experts"] = layer.mlp.experts is not None
         lacking["latents"] = a.latent is not None
+        lacking["layers with states"] = a.has_state
         lacking["feed-forwards without a gate"] = not layer.mlp.gated
         lacking["sliding windows"] = bool(a.window)
         lacking["long rope"] = a.rope is not None and a.rope.kind == "longrope"

@@ -26,7 +26,7 @@ from penstock.roofline.tower import TowerCost
 
 OPS = (
     "embedding", "norm", "qkv", "gate", "mixed", "q", "q_down", "q_up", "kv", "gates", "delta",
-    "conv",    "rotary", "heads", "attention", "out",
+    "conv", "rotary", "heads", "attention", "out",
     "up", "down", "experts", "shared_up", "shared_down", "head", "softcap",
 )  # fmt: skip
 """The rows, in the order in which a step first meets them. `rotary` writes the cache; `heads` are

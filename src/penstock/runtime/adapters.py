@@ -307,6 +307,12 @@ class Adapters:
                 f"gates of shared experts or of a delta rule, or heads over latents ({mixed[0]}), "
                 "which only merging does: penstock export --merge-lora."
             )
+        turned = [name for name in beyond if name.endswith(".conv")]
+        if turned:
+            raise UnsupportedModelError(
+                f"The adapter in {files.folder} changes {len(turned)} convolutions ({turned[0]}), "
+                "which isn't built, nor is merging them: train one without those."
+            )
         lacking = [
             part for name in beyond if name.startswith("layers.") for part in plans[name].parts
         ]

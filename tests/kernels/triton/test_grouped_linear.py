@@ -194,6 +194,14 @@ def test_routers(
         launchers()["route"](logits, top, normalize, correction, sigmoid, groups + count, 1)
 
 
+def test_small_sums_of_sigmoids_are_raised() -> None:
+    """LFM2 adds 1e-6 to what weights are divided by."""
+    logits = randn(9, 8) - 6.0
+    (weights, _), expected = both("route", logits, 3, True, None, True, 1, 1, 1.0, 1e-2)
+    torch.testing.assert_close(weights, expected[0], rtol=1e-5, atol=1e-6)
+    assert (weights.sum(1) < 0.9).all()
+
+
 def test_route_has_one_order() -> None:
     inf = torch.inf
     logits = torch.tensor([[1.0, 3, 3, 2], [0, -0.0, 0, -1], [-1, -inf, -9, -inf]], device=DEVICE)

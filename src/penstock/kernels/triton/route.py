@@ -55,7 +55,7 @@ def _of_best_groups(
 
 @triton.jit
 def _route(
-    logits, correction, weights, experts, stride, count, scale,
+    logits, correction, weights, experts, stride, count, scale, eps,
     K: tl.constexpr, E: tl.constexpr, K2: tl.constexpr, NORMALIZE: tl.constexpr,
     SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     TOP: tl.constexpr, SIZE: tl.constexpr,
@@ -84,7 +84,7 @@ def _route(
         numbers = tl.where(j == i, tl.sum(tl.where(best, at, 0), axis=0), numbers)
     if SIGMOID:
         powers = tl.where(j < K, 1.0 / (1.0 + tl.exp(-chosen)), 0.0)
-        total = tl.sum(powers, axis=0) + 1e-20 if NORMALIZE else 1.0
+        total = tl.sum(powers, axis=0) + eps if NORMALIZE else 1.0
     else:
         top = tl.max(chosen if NORMALIZE else value, axis=0)
         powers = tl.exp(chosen - top)
@@ -103,6 +103,7 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """`ops.route`: a program a token, whose logits stay in registers while k are picked."""
     check_route(logits, k, groups, top_groups)
@@ -112,7 +113,7 @@ def route(
     if tokens:
         _route[(tokens,)](
             logits, logits if correction is None else correction, weights, experts,
-            logits.stride(0), count, scale,
+            logits.stride(0), count, scale, eps,
             K=k, E=power_of_2(count), K2=power_of_2(k, 2), NORMALIZE=normalize, SIGMOID=sigmoid,
             CORRECTED=correction is not None, GROUPS=groups, WIDTH=power_of_2(groups, 2),
             TOP=top_groups, SIZE=count // groups, num_warps=1,

@@ -19,6 +19,7 @@ from penstock.models.hub import resolve
 from penstock.models.low_rank import why_not
 from penstock.models.over import Over
 from penstock.models.sources import open_source, open_tokenizer
+from penstock.nn.decoder import has_states
 from penstock.nn.spec import DecoderSpec
 from penstock.pipeline import qat
 from penstock.pipeline.calibration import NUM_SAMPLES, WINDOW, CalibrationSet, calibration_set
@@ -239,6 +240,8 @@ def _why_not(decoder: DecoderSpec) -> str | None:
         return "experts"
     if any(layer.attention.latent is not None for layer in decoder.layers):
         return "attention over latents (MLA)"
+    if has_states(decoder.layers):
+        return "layers with states"
     return None
 
 
