@@ -241,6 +241,7 @@ PYTHONIC: list[Row] = [
     untouched("a tool that wasn't offered", "[get_rain(city='Paris')]"),
     ("one", '[get_weather(city="Paris", days=3)]', "", [PARIS]),
     ("parallel", "[get_weather(city='Paris', days=3), get_time()]", "", [PARIS, TIME]),
+    ("a last comma", "[get_weather(city='Paris' , days = 3 ),\n]", "", [PARIS]),
     (
         "between Llama 4's tags, behind text",
         "Both.\n<|python_start|>[get_weather(city='Paris',days = 3,),get_time( )]<|python_end|>",

@@ -44,8 +44,11 @@ class PythonicReader(CallReader):
                 yield from self.closing(STOP)
 
     def _list(self) -> Reading[bool]:
+        calls = self.calls
         while True:
             yield from self.space()
+            if self.calls > calls and (yield from self.literal("]")):
+                return True  # behind a last comma
             name = yield from self.take_matching(_NAME, _MOST_NAME)
             if not self.is_name(name) or not (yield from self.literal("(")):
                 return False
