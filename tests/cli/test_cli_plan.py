@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock import LLM, SamplingParams, hardware
 from penstock.hardware import Peaks, detect
 from penstock.kernels import native
 from penstock.models.hub import resolve
+from penstock.runtime import rank
 
 Run = Callable[..., Result]
 H200 = ("--device", "cuda", "--bandwidth", 4800, "--tflops", 790)
@@ -29,6 +31,14 @@ prompts = [{"prompt_token_ids": [7 + i] * 450} for i in range(48)]
 llm.generate(prompts, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
 print(resident_bytes())
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _asked_once() -> Iterator[None]:
+    """What an empty rank takes, for which a process starts, is found out once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "empty_bytes", cache(rank.empty_bytes))
+        yield
 
 
 def as_json(penstock: Run, *arguments: object) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,11 +102,9 @@ def toy_runtime(
     decoder = DecoderSpec(vocab, HIDDEN, (layer,), NormSpec(), max_model_len)
     spec = ModelSpec("toy", decoder, (), "float32", None, eos)
     dense = Dense(torch.float32)
-    model: Any = SimpleNamespace(
-        formats=WeightFormats(dense, dense),
-        last_hidden_state=lambda: Toy(HIDDEN),
-        named_parameters=lambda: [],
-    )
+    model: Any = torch.nn.Module()
+    model.formats = WeightFormats(dense, dense)
+    model.last_hidden_state = lambda: Toy(HIDDEN)
     loaded = LoadedModel(model, spec, torch.float32, max_model_len, generation or {}, eos)
     ids = torch.full((num_blocks, block_size), -1, dtype=torch.int32)
     runner = Runner(forward or Toy(vocab), [(ids, torch.zeros(num_blocks, 0))])
