@@ -233,7 +233,7 @@ def test_tensors_that_dont_fit_by_their_headers(base_model: Path, tmp_path: Path
     whole = load_file(file)
     down = "model.layers.0.mlp.down_proj.weight"
     for change, said in (
-        ({down: None}, r"lacks 1 of the tensors of .*layers\.0\.mlp\.down\.weight"),
+        ({down: None}, r"lacks 1 of the tensors of .*layers\.0\.mlp\.down_proj\.weight"),
         (
             {"model.layers.9.mlp.down_proj.weight": whole[down].clone()},
             "1 of the .* have no place",

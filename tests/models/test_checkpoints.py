@@ -225,7 +225,7 @@ def test_sizes_that_nobody_said_are_told(copy: Copy) -> None:
 def test_untied_needs_a_head(copy: Copy) -> None:
     folder = copy("llama3-rope")
     configure(folder, tie_word_embeddings=False)
-    with pytest.raises(WeightsError, match=r"lacks 1 of the tensors of 'llama': head\.weight"):
+    with pytest.raises(WeightsError, match=r"lacks 1 of the tensors of 'llama': lm_head\.weight"):
         load_model(folder)
 
 

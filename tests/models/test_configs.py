@@ -469,7 +469,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"full_attn_idxs": [1, 99], "layer_types": None}, "some of the layers 0 to 3"),
     ("lfm2", {"full_attn_idxs": [True], "layer_types": None}, "some of the layers 0 to 3"),
     ("lfm2", {"full_attn_idxs": [0, 3]}, "differ: leave one out"),
-    ("lfm2", {"theta": 5.0}, "asks for theta=5.0"),
+    ("lfm2", {"theta": 5.0}, "theta 5.0 and rope_theta 1000000.0"),
     ("lfm2", {"num_heads": 99}, "asks for num_heads=99"),
     ("lfm2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("lfm2-moe", {"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -204,5 +204,7 @@ def test_adapters(tiny: Make, tmp_path: Path, name: str) -> None:
             assert abs(found - want[at, prompt[at + 1]].item()) < 2e-4
     heads = "model.layers.1.self_attn.kv_b_proj"
     write_adapter(tmp_path / "heads", [(heads, (4 * (12 + 18), 40))])
-    with pytest.raises(UnsupportedModelError, match=r"heads over latents .*only merging does"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"kv_b_proj.*heads over latents, which only merging"
+    ):
         llm.load_lora("y", tmp_path / "heads")

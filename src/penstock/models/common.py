@@ -143,7 +143,8 @@ def attention(
     kv_heads = c.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModelError(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            f"{', which is a default' * ('num_key_value_heads' in c.sizes)}."
         )
     return AttentionSpec(
         num_heads=heads,

@@ -132,7 +132,11 @@ def _spec(c: ConfigReader, blocks: list[MlpSpec], name: str) -> ModelSpec:
 def _assume(c: ConfigReader) -> None:
     c.assume(num_key_value_heads=8, max_position_embeddings=128_000, rope_theta=1_000_000.0)
     theta = c.number("rope_theta")
-    c.only("theta", (theta,), theta)
+    if c.number("theta", theta) != theta:
+        raise UnsupportedModelError(
+            f"config.json says theta {c.number('theta')} and rope_theta {theta}, of which the "
+            "second counts: leave the first out."
+        )
 
 
 @register("Lfm2ForCausalLM")

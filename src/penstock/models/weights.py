@@ -179,12 +179,29 @@ def check_complete(
 def _disagrees(
     target: str, plan: WeightPlan, needs: tuple[int, ...], has: tuple[int, ...], spec: ModelSpec
 ) -> WeightsError:
-    unsaid = ", ".join(f"{key} ({value})" for key, value in spec.unsaid)
-    defaults = f" It doesn't say {unsaid}: those are defaults." if unsaid else ""
     return WeightsError(
         f"{target} needs shape {list(needs)}, but {plan.parts} give {list(has)}. config.json and "
-        f"the weights disagree.{defaults}"
+        f"the weights disagree.{_unsaid(spec)}"
     )
+
+
+def _unsaid(spec: ModelSpec) -> str:
+    """Which sizes of config.json are defaults, as a sentence behind others; "" where none is."""
+    sizes = ", ".join(f"{key} ({value})" for key, value in spec.unsaid)
+    return f" config.json doesn't say {sizes}: those are defaults." if sizes else ""
+
+
+def _sources(target: str, spec: ModelSpec) -> str:
+    """What a parameter is made of, by the one rule that gives it; its own name where many do."""
+    if spec.decoder.tied and target == "head.weight":
+        target = "embed.weight"
+    found = []
+    for rule in spec.rules:
+        if not isinstance(rule, Ignore):
+            match = _compile(rule.target).fullmatch(target)
+            if match:
+                found.append([_fill(source, match.groupdict()) for source in rule.sources])
+    return " and ".join(found[0]) if len(found) == 1 else target
 
 
 def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room) -> Tensor | Codes:
@@ -335,9 +352,9 @@ def _check_complete(
     if unused:
         raise WeightsError(
             f"{len(unused)} of the checkpoint's tensors have no place in {spec.family!r}: "
-            f"{_some(unused)}. The architecture differs from what config.json says."
+            f"{_some(unused)}. The architecture differs from what config.json says.{_unsaid(spec)}"
         )
-    missing = [t for t in expected if t not in plans]
+    missing = [_sources(t, spec) for t in expected if t not in plans]
     for target, plan in plans.items():
         for position, part in enumerate(plan.parts):
             if part is None:
@@ -345,7 +362,8 @@ def _check_complete(
     if missing:
         raise WeightsError(
             f"The checkpoint lacks {len(missing)} of the tensors of {spec.family!r}: "
-            f"{_some(missing)}."
+            f"{_some(missing)}. It was cut off, or is another model's than config.json says."
+            f"{_unsaid(spec)}"
         )
 
 

@@ -302,16 +302,18 @@ class Adapters:
         apart = (".router", ".shared_gate", ".attention.gates", OF_HEADS)
         mixed = [name for name in beyond if stored_in(name) != name or name.endswith(apart)]
         if mixed:
+            parts = [part for name in mixed for part in plans[name].parts if part is not None]
+            more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
             raise UnsupportedModelError(
-                f"The adapter in {files.folder} changes {len(mixed)} matrices of experts, routers, "
-                f"gates of shared experts or of a delta rule, or heads over latents ({mixed[0]}), "
-                "which only merging does: penstock export --merge-lora."
+                f"The adapter in {files.folder} changes {parts[0]}{more}, matrices of experts, "
+                "routers, gates of shared experts or of a delta rule, or heads over latents, which "
+                "only merging does: penstock export --merge-lora."
             )
         turned = [name for name in beyond if name.endswith(".conv")]
         if turned:
             raise UnsupportedModelError(
-                f"The adapter in {files.folder} changes {len(turned)} convolutions ({turned[0]}), "
-                "which isn't built, nor is merging them: train one without those."
+                f"The adapter in {files.folder} changes a convolution ({turned[0]}), which isn't "
+                "built, nor is merging it: train one without."
             )
         lacking = [
             part for name in beyond if name.startswith("layers.") for part in plans[name].parts
