@@ -183,8 +183,9 @@ def test_stdin_to_stdout_as_they_come(process: Process, engine: Path) -> None:
     assert running.returncode == 0 and b"3 answered" in said
 
 
+@pytest.mark.parametrize(("asked", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_run_keeps_what_was_answered(
-    process: Process, engine: Path, tmp_path: Path
+    process: Process, engine: Path, tmp_path: Path, asked: signal.Signals, code: int
 ) -> None:
     out = tmp_path / "out.jsonl"
     running = process("run", engine, "-i", "-", "-o", out, stdin=subprocess.PIPE)
@@ -194,9 +195,9 @@ def test_interrupted_run_keeps_what_was_answered(
     end = time.monotonic() + 60
     while not (out.exists() and out.read_text().endswith("\n")) and time.monotonic() < end:
         time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(asked)
     _, said = running.communicate(timeout=60)
-    assert running.returncode == 130
+    assert running.returncode == code
     assert answers(out)[0]["id"] == "one"
     assert b"--resume goes on" in said
 

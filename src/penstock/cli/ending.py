@@ -1,4 +1,4 @@
-"""SIGTERM for commands that write folders: they end as Ctrl-C ends them, and leave nothing."""
+"""SIGTERM for commands that write files: they end as Ctrl-C ends them."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ from penstock.errors import PenstockError
 _LOAD_A_MODEL = ("chat", "eval", "generate", "profile", "run", "serve", "tune")
 """By `cli.loading` or as it does: the rest may make garbage that holds large tensors."""
 
-_WRITE_A_FOLDER = ("build", "export", "prune")
-"""What is half written is removed when they are asked to end."""
+_LEAVE_IN_ORDER = ("build", "export", "prune", "run")
+"""Asked to end, they remove what is half written, or say how to go on with it."""
 
 _RANKS = ("-tp", "-pp", "-cp")
 
@@ -188,7 +188,7 @@ def penstock(
     console.show_logs()
     if context.invoked_subcommand in _LOAD_A_MODEL:
         collect_rarely()
-    if context.invoked_subcommand in _WRITE_A_FOLDER:
+    if context.invoked_subcommand in _LEAVE_IN_ORDER:
         context.with_resource(heeding_sigterm())
     if context.invoked_subcommand is None:
         from rich.console import Console
