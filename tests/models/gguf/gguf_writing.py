@@ -295,8 +295,8 @@ def write_tensors(
             name = name.replace("_bias", ".bias")
         name = name.replace(".expert_bias", ".expert_bias.bias")
         name = name.replace("dt_bias", "dt_proj.bias")
-        theirs = name.removeprefix("model.") if "experts.w" in name else name
-        there = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        ends = (".weight", ".bias")
+        there = names.get_name(name, ends) or names.get_name(name.removeprefix("model."), ends)
         assert there is not None, name
         forward, backward = _conversion(c, arch, name)
         values = forward(tensor.float()).numpy()
@@ -364,16 +364,15 @@ def _as_stored(model: Any, heads_apart: bool) -> dict[str, Tensor]:
             }
         else:
             found[name] = tensor
-    mixtral = type(model).__name__ == "MixtralForCausalLM"
-    if not mixtral and type(model).__name__ != "Lfm2MoeForCausalLM":
+    if type(model).__name__ not in ("MixtralForCausalLM", "Lfm2MoeForCausalLM"):
         return found
     renamed = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    theirs_found = {}
+    as_named = {}
     for name, tensor in found.items():
         for theirs, ours in renamed.items():
             name = name.replace(f"experts.{theirs}", f"experts.{ours}")
-        theirs_found[name.replace(".mlp.", ".block_sparse_moe.")] = tensor
-    return theirs_found
+        as_named[name.replace(".mlp.", ".block_sparse_moe.")] = tensor
+    return as_named
 
 
 def _projections(name: str, tensor: Tensor, c: Any) -> dict[str, Tensor]:
