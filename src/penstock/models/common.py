@@ -248,12 +248,18 @@ def _grouped(
     )
 
 
-def dense_first(c: ConfigReader, dense: MlpSpec, mixed: MlpSpec, default: int) -> list[MlpSpec]:
-    """Each layer's block: `first_k_dense_replace` without experts, then those that have some."""
-    count, first = c.integer("num_hidden_layers"), c.get("first_k_dense_replace", default)
+def dense_first(
+    c: ConfigReader,
+    dense: MlpSpec,
+    mixed: MlpSpec,
+    default: int,
+    key: str = "first_k_dense_replace",
+) -> list[MlpSpec]:
+    """Each layer's block: as many as `key` says without experts, then those that have some."""
+    count, first = c.integer("num_hidden_layers"), c.get(key, default)
     if type(first) is not int or first < 0:
         raise UnsupportedModelError(
-            f"config.json: first_k_dense_replace must be a whole number from 0 on: {first!r}"
+            f"config.json: {key} must be a whole number from 0 on: {first!r}"
         )
     return [dense if i < first else mixed for i in range(count)]
 

@@ -13,6 +13,7 @@ from penstock.models.common import (
     DENSE_RULES,
     attention,
     decoder,
+    dense_first,
     expert_rules,
     experts,
     head_dim,
@@ -164,10 +165,5 @@ def read_mixed_config(c: ConfigReader) -> ModelSpec:
             eps=1e-6,
         ),
     )
-    count, first = c.integer("num_hidden_layers"), c.get("num_dense_layers", 2)
-    if type(first) is not int or first < 0:
-        raise UnsupportedModelError(
-            f"config.json: num_dense_layers must be a whole number from 0 on: {first!r}"
-        )
     dense = MlpSpec(c.integer("intermediate_size"))
-    return _spec(c, [dense if i < first else mixed for i in range(count)], "lfm2_moe")
+    return _spec(c, dense_first(c, dense, mixed, 2, "num_dense_layers"), "lfm2_moe")
