@@ -354,15 +354,16 @@ def _check_complete(
             f"{len(unused)} of the checkpoint's tensors have no place in {spec.family!r}: "
             f"{_some(unused)}. The architecture differs from what config.json says.{_unsaid(spec)}"
         )
-    missing = [_sources(t, spec) for t in expected if t not in plans]
+    missing = [t for t in expected if t not in plans]
     for target, plan in plans.items():
         for position, part in enumerate(plan.parts):
             if part is None:
                 missing.append(f"{target} (from {plan.rule.sources[position]})")
     if missing:
+        shown = [_sources(target, spec) for target in missing[:5]]  # of those that are named
         raise WeightsError(
             f"The checkpoint lacks {len(missing)} of the tensors of {spec.family!r}: "
-            f"{_some(missing)}. It was cut off, or is another model's than config.json says."
+            f"{_some(shown + missing[5:])}. It was cut off, or is another model's than config.json says."
             f"{_unsaid(spec)}"
         )
 
