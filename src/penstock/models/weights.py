@@ -363,8 +363,8 @@ def _check_complete(
         shown = [_sources(target, spec) for target in missing[:5]]  # of those that are named
         raise WeightsError(
             f"The checkpoint lacks {len(missing)} of the tensors of {spec.family!r}: "
-            f"{_some(shown + missing[5:])}. It was cut off, or is another model's than config.json says."
-            f"{_unsaid(spec)}"
+            f"{_some(shown + missing[5:])}. It was cut off, or is another model's than config.json "
+            f"says.{_unsaid(spec)}"
         )
 
 
