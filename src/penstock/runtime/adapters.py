@@ -305,9 +305,9 @@ class Adapters:
             parts = [part for name in mixed for part in plans[name].parts if part is not None]
             more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
             raise UnsupportedModelError(
-                f"The adapter in {files.folder} changes {parts[0]}{more}, matrices of experts, "
-                "routers, gates of shared experts or of a delta rule, or heads over latents, which "
-                "only merging does: penstock export --merge-lora."
+                f"The adapter in {files.folder} changes {parts[0]}{more}: matrices of experts, "
+                "routers, gates of shared experts or of a delta rule, and heads over latents are "
+                "changed by merging alone: penstock export --merge-lora."
             )
         turned = [name for name in beyond if name.endswith(".conv")]
         if turned:
