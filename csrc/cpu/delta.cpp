@@ -4,52 +4,19 @@
 // With S as the token before left it, a column of a token is
 //   known = α · Σ S·k,  change = β · (v − known),  o = α · Σ S·q + change · (k·q),  S ← k · change + α·S
 // so that what is read of S for one token can be read as it is written for the token before.
-#include "delta.h"
-
-#include <algorithm>
-#include <cstring>
-
-#include "linear.h"
+#include "remembered.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int64_t kChunk = 32;             // tokens whose queries, keys and values are made at a time
-constexpr int64_t kParallel = 32 * 1024;   // values below which a second thread isn't worth it
-constexpr int64_t kMostWidth = 16;         // of the convolution
-
-// To 64 aligned bytes of memory that nobody reads soon, past the caches: no line is fetched to be written.
-static inline void stream(float* p, F16 a) {
-#if defined(__AVX512F__)
-  _mm512_stream_ps(p, a.v);
-#else
-  _mm256_stream_ps(p, a.lo);
-  _mm256_stream_ps(p + 8, a.hi);
-#endif
-}
-
 static inline F16 sigmoid(F16 x) { return set1(1.0f) / (set1(1.0f) + exp(zero() - x)); }
-
-// log(1 + e^x) = max(x, 0) + 2 · atanh(u / (2 + u)) of u = e^−|x|, by its series: the rest is below 1e-9.
-static inline F16 softplus(F16 x) {
-  const F16 u = exp(zero() - abs(x));
-  const F16 s = u / (u + set1(2.0f)), squared = s * s;
-  F16 sum = set1(1.0f / 17.0f);
-  for (const float odd : {15.0f, 13.0f, 11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f})
-    sum = fma(sum, squared, set1(1.0f / odd));
-  return fma(s * set1(2.0f), sum, max(x, zero()));
-}
 
 // One head of one sequence.
 template <typename T>
 class Head {
  public:
   Head(const DeltaArgs& a, int64_t sequence, int64_t head)
-      : a_(a),
-        head_(head),
-        first_(a.query_start[sequence]),
-        last_(a.query_start[sequence + 1]),
-        slot_(a.states ? a.states[sequence] : -1) {
+      : a_(a), sequence_(a, sequence), head_(head) {
     const int64_t k = a.key_dim, v = a.value_dim;
     auto* at = static_cast<float*>(scratch(
         Scratch::delta, static_cast<size_t>(kChunk * (2 * k + 2 * v + 4) + k * v) * sizeof(float)));
@@ -69,17 +36,17 @@ class Head {
   }
 
   void run() {
-    if (first_ == last_) return;
-    find_kept();
+    if (sequence_.is_empty()) return;
     const int64_t size = a_.key_dim * a_.value_dim;
-    from_ = slot_ >= 0 ? state_of(slot_) : nullptr;
-    to_ = keep_ > 0 && kept_[2 * (keep_ - 1)] == last_ - 1 ? state_of(kept_[2 * keep_ - 1]) : spare_;
+    from_ = sequence_.slot >= 0 ? sequence_.state_of(sequence_.slot, head_) : nullptr;
+    to_ = sequence_.kept_last(head_);
+    if (!to_) to_ = spare_;
     if (!from_) {
       std::memset(to_, 0, static_cast<size_t>(size) * sizeof(float));
       from_ = to_;
     }
-    for (int64_t t = first_; t < last_; t += kChunk) {
-      const int64_t count = std::min(kChunk, last_ - t);
+    for (int64_t t = sequence_.first; t < sequence_.last; t += kChunk) {
+      const int64_t count = std::min(kChunk, sequence_.last - t);
       make_gates(t, count);
       make_rows(t, count);
       int64_t panel = 0;
@@ -89,41 +56,15 @@ class Head {
       from_ = to_;
       finish(t, count);
     }
-    for (int64_t i = 0; i < keep_; i++) keep_inputs(kept_[2 * i], kept_[2 * i + 1]);
+    sequence_.keep_inputs(value_at_, a_.value_dim);
+    if (brings_keys_) {
+      sequence_.keep_inputs(query_at_, a_.key_dim);
+      sequence_.keep_inputs(key_at_, a_.key_dim);
+    }
     _mm_sfence();  // of what went past the caches
   }
 
  private:
-  // Those of `kept` that are of this sequence.
-  void find_kept() {
-    const auto below = [&](int64_t row) {
-      int64_t low = 0, high = a_.kept_count;
-      while (low < high) {
-        const int64_t mid = (low + high) / 2;
-        if (a_.kept[2 * mid] < row)
-          low = mid + 1;
-        else
-          high = mid;
-      }
-      return low;
-    };
-    const int64_t begin = below(first_);
-    kept_ = a_.kept + 2 * begin;
-    keep_ = below(last_) - begin;
-  }
-
-  float* state_of(int64_t slot) const {
-    return a_.state + slot * a_.state_pitch + head_ * a_.key_dim * a_.value_dim;
-  }
-
-  // A row of inputs that lies at `row`, before the step's where that is negative; null: zeros.
-  const T* input(int64_t row) const {
-    if (row >= first_) return static_cast<const T*>(a_.x) + row * a_.x_stride;
-    if (slot_ < 0) return nullptr;
-    const int64_t back = a_.width - 1 + row - first_;
-    return static_cast<const T*>(a_.inputs) + slot_ * a_.inputs_pitch + back * a_.turned();
-  }
-
   void make_gates(int64_t t, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
       const float* row = a_.gates + (t + i) * a_.gates_stride;
@@ -138,26 +79,11 @@ class Head {
     }
   }
 
-  // `dim` columns of the rows from t on, through the convolution.
-  void turn(int64_t t, int64_t count, int64_t column, int64_t dim, float* out) const {
-    const T* rows[kChunk + kMostWidth];
-    for (int64_t i = 0; i < count + a_.width - 1; i++) rows[i] = input(t - (a_.width - 1) + i);
-    const int64_t turned = a_.turned();
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t j = 0; j < dim; j += 16) {
-        F16 sum = zero();
-        for (int64_t w = 0; w < a_.width; w++)
-          if (const T* row = rows[i + w])
-            sum = fma(load(a_.conv + w * turned + column + j), load(row + column + j), sum);
-        store(out + i * dim + j, silu(sum));
-      }
-  }
-
   void make_rows(int64_t t, int64_t count) {
     const int64_t dim = a_.key_dim;
-    turn(t, count, query_at_, dim, q_);
-    turn(t, count, key_at_, dim, k_);
-    turn(t, count, value_at_, a_.value_dim, v_);
+    sequence_.turn(t, count, query_at_, dim, nullptr, q_);
+    sequence_.turn(t, count, key_at_, dim, nullptr, k_);
+    sequence_.turn(t, count, value_at_, a_.value_dim, nullptr, v_);
     const float share = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
     for (int64_t i = 0; i < count; i++) {
       unit(q_ + i * dim, share);
@@ -207,7 +133,7 @@ class Head {
       else
         go_to<P>(from, to, keys, fade, change);
       from = to;
-      keep_panels<P>(panel, t + i, to);
+      sequence_.keep_panels(head_, panel, P, t + i, to);
     }
   }
 
@@ -235,7 +161,7 @@ class Head {
   void go_to(const float* from, float* to, const float* keys, F16 fade, const F16 (&change)[P]) const {
     const int64_t dim = a_.key_dim, size = 16 * dim;
     // a single token's state, which the next step reads when all weights have gone through the caches
-    const bool past = last_ - first_ == 1 && to_ != spare_ && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+    const bool past = sequence_.is_single() && to_ != spare_ && reinterpret_cast<uintptr_t>(to) % 64 == 0;
     if (past) {
       for (int64_t k = 0; k < dim; k++) {
         const F16 key = set1(keys[k]);
@@ -253,36 +179,6 @@ class Head {
     }
   }
 
-  // Where the state after this row is kept, but for the slot that it is made in.
-  template <int P>
-  void keep_panels(int64_t panel, int64_t row, const float* made) const {
-    const int64_t size = 16 * a_.key_dim;
-    for (int64_t i = 0; i < keep_; i++) {
-      if (kept_[2 * i] != row) continue;
-      float* at = state_of(kept_[2 * i + 1]) + panel * size;
-      if (at != made) std::memcpy(at, made, static_cast<size_t>(P * size) * sizeof(float));
-    }
-  }
-
-  void keep_inputs(int64_t row, int64_t slot) const {
-    T* at = static_cast<T*>(a_.inputs) + slot * a_.inputs_pitch;
-    for (int64_t j = 0; j < a_.width - 1; j++, at += a_.turned()) {
-      const T* from = input(row - (a_.width - 2) + j);
-      copy(at + value_at_, from ? from + value_at_ : nullptr, a_.value_dim);
-      if (!brings_keys_) continue;
-      copy(at + query_at_, from ? from + query_at_ : nullptr, a_.key_dim);
-      copy(at + key_at_, from ? from + key_at_ : nullptr, a_.key_dim);
-    }
-  }
-
-  static void copy(T* to, const T* from, int64_t count) {
-    const auto bytes = static_cast<size_t>(count) * sizeof(T);
-    if (from)
-      std::memcpy(to, from, bytes);
-    else
-      std::memset(to, 0, bytes);
-  }
-
   // The norm of what was seen, and the gate.
   void finish(int64_t t, int64_t count) const {
     const int64_t dim = a_.value_dim;
@@ -297,13 +193,12 @@ class Head {
   }
 
   const DeltaArgs& a_;
-  int64_t head_, first_, last_, slot_;
+  const Sequence<T, DeltaArgs> sequence_;
+  const int64_t head_;
   int64_t query_at_, key_at_, value_at_;  // columns
   bool brings_keys_;                      // of the value heads that share a key head, the first
   float *q_, *k_, *v_, *o_;               // [kChunk, …]
   float *fade_, *beta_, *meet_, *spare_;
-  const int32_t* kept_ = nullptr;
-  int64_t keep_ = 0;
   const float* from_ = nullptr;
   float* to_ = nullptr;
 };

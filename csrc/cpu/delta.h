@@ -1,5 +1,5 @@
-// Layers with states: what their kernels are given. ops/delta.py, ops/short_conv.py have the formulas and
-// the layouts.
+// Layers with states: what their kernels are given. ops/delta.py, ops/mamba2.py and ops/short_conv.py have
+// the formulas and the layouts.
 #pragma once
 
 #include "kernels.h"
@@ -32,6 +32,39 @@ struct DeltaArgs {
   int threads;
 
   int64_t turned() const { return 2 * key_heads * key_dim + heads * value_dim; }
+  int64_t turned_from() const { return 0; }
+};
+
+struct MambaArgs {
+  const void* x;  // [tokens, 2 · inner() + 2 · groups · key_dim]
+  int64_t x_stride;
+  const float* steps;  // [tokens, heads]
+  int64_t steps_stride;
+  const float* conv;  // [width, turned()]
+  const float* bias;  // [turned()], or null
+  int64_t width;
+  const float* rates;  // [heads]
+  const float* shift;  // [heads]
+  const float* skip;   // [heads]
+  const float* norm;   // [inner()]
+  float eps;
+  const int32_t* query_start;
+  int64_t sequences;
+  const int32_t* states;  // as DeltaArgs'
+  const int32_t* kept;
+  int64_t kept_count;
+  float* state;  // [slots, heads, value_dim / 16, key_dim, 16]
+  void* inputs;  // [slots, width − 1, turned()]
+  int64_t state_pitch, inputs_pitch;
+  int64_t slots;
+  void* y;  // [tokens, inner()] contiguous
+  int64_t tokens, groups, heads, key_dim, value_dim;
+  DType dtype;
+  int threads;
+
+  int64_t inner() const { return heads * value_dim; }
+  int64_t turned() const { return inner() + 2 * groups * key_dim; }
+  int64_t turned_from() const { return inner(); }
 };
 
 struct ShortConvArgs {

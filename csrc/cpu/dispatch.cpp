@@ -33,6 +33,7 @@ namespace penstock {
   void turn(const TurnArgs&);                     \
   void latent_cache(const LatentCacheArgs&);      \
   void delta_rule(const DeltaArgs&);              \
+  void mamba2(const MambaArgs&);                  \
   void short_conv(const ShortConvArgs&);          \
   void gate_by(const GateByArgs&);                \
   void attention(const AttentionArgs&);           \
@@ -86,7 +87,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
    isa::scaled_add, isa::gate_rows, isa::route, isa::combine, isa::softcap, isa::gate, isa::rotary_cache, isa::turn, \
-   isa::latent_cache, isa::delta_rule, isa::short_conv, isa::gate_by, tiles::attention, tiles::ring_attention, isa::argmax, isa::mask, \
+   isa::latent_cache, isa::delta_rule, isa::mamba2, isa::short_conv, isa::gate_by, tiles::attention, tiles::ring_attention, isa::argmax, isa::mask, \
    isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
    isa::uniforms, isa::pack, isa::quantize, isa::rotate}
 

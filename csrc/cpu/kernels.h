@@ -445,6 +445,7 @@ struct CombineArgs;
 struct TurnArgs;
 struct LatentCacheArgs;
 struct DeltaArgs;
+struct MambaArgs;
 struct ShortConvArgs;
 struct GateByArgs;
 
@@ -467,6 +468,7 @@ struct Kernels {
   void (*turn)(const TurnArgs&);
   void (*latent_cache)(const LatentCacheArgs&);
   void (*delta_rule)(const DeltaArgs&);
+  void (*mamba2)(const MambaArgs&);
   void (*short_conv)(const ShortConvArgs&);
   void (*gate_by)(const GateByArgs&);
   void (*attention)(const AttentionArgs&);

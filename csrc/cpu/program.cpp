@@ -40,6 +40,7 @@ void call(const RingArgs& a) { ring_attention(a); }
 void call(const RingLatentsArgs& a) { ring_latents(a); }
 void call(const GatherRowsArgs& a) { gather_rows(a); }
 void call(const DeltaArgs& a) { kernels().delta_rule(a); }
+void call(const MambaArgs& a) { kernels().mamba2(a); }
 void call(const ShortConvArgs& a) { kernels().short_conv(a); }
 void call(const GateByArgs& a) { kernels().gate_by(a); }
 void call(const RowsArgs& a) {
@@ -290,12 +291,17 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.slots = step.slots;
     a.copies = step.copies;
     a.copied = step.copied;
-  } else if constexpr (std::is_same_v<Args, DeltaArgs> || std::is_same_v<Args, ShortConvArgs>) {
+  } else if constexpr (std::is_same_v<Args, DeltaArgs> || std::is_same_v<Args, MambaArgs> ||
+                       std::is_same_v<Args, ShortConvArgs>) {
     a.x = x;
     a.x_stride = stride;
     if constexpr (std::is_same_v<Args, DeltaArgs>) {
       a.gates = static_cast<const float*>(data(node.z, output));
       a.gates_stride = at(node.z).columns;
+    }
+    if constexpr (std::is_same_v<Args, MambaArgs>) {
+      a.steps = static_cast<const float*>(data(node.z, output));
+      a.steps_stride = at(node.z).columns;
     }
     a.query_start = step.query_start;
     a.sequences = step.sequences;

@@ -68,7 +68,7 @@ class Program {
                  ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
                  RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs, PassArgs,
                  ForeignRowsArgs, RingArgs, RingLatentsArgs, GatherRowsArgs, DeltaArgs,
-                 ShortConvArgs, GateByArgs>
+                 MambaArgs, ShortConvArgs, GateByArgs>
         args;
     int x, y;
     Ids ids;

@@ -262,6 +262,21 @@ Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_s
 
 DeltaArgs delta_args(Form x, Form gates, const Tensor& conv, const Tensor& rates,
                      const Tensor& shift, const Tensor& norm, double eps, const Tensor& state, const Tensor& inputs);
+// The weights of a convolution, and the inputs that it still needs, in `slots` that are known; after dtype.
+template <typename Args>
+void take_convolution(Args& a, const Tensor& conv, const Tensor& inputs, const std::string& what) {
+  const int64_t turned = a.turned();
+  STD_TORCH_CHECK(conv.dim() == 2 && conv.size(0) > 1 && conv.size(0) <= 16 && conv.size(1) == turned,
+                  what, ": conv must be [2 to 16, ", turned, "]");
+  a.width = conv.size(0);
+  a.conv = floats(conv, conv.numel(), (what + ": conv").c_str());
+  const std::string name = what + ": inputs";
+  STD_TORCH_CHECK(inputs.dim() == 3 && inputs.size(0) == a.slots && inputs.size(1) == a.width - 1 &&
+                      inputs.size(2) == turned && dtype_of(inputs, name.c_str()) == a.dtype,
+                  name, " must be [", a.slots, ", ", a.width - 1, ", ", turned, "] of the rows' dtype");
+  a.inputs = inputs.data_ptr();
+  a.inputs_pitch = pitch_of(inputs, name.c_str());
+}
 // The sequences of a step without a cache's blocks.
 Sequences sequences_of_states(const Tensor& query_start, const Tensor& context_len, int64_t tokens,
                               const char* what);

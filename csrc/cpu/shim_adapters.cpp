@@ -9,7 +9,8 @@ LoraArgs lora_args(Form x, Form y, const Tensor& down, const Tensor& up, const T
                       down.size(0) > 0 && down.size(0) == up.size(0),
                   "lora_add_: down and up must be packed panels of the same adapters, "
                   "[A, N/16, K/v, 16, v]");
-  STD_TORCH_CHECK(x.dtype == y.dtype, "lora_add_: x and y must have the same dtype");
+  STD_TORCH_CHECK(x.dtype == y.dtype || y.dtype == DType::f32,
+                  "lora_add_: y must have the dtype of x, or float32");
   LoraArgs a = {};
   a.count = down.size(0);
   const int64_t rank = down.size(1) * 16;

@@ -24,24 +24,14 @@ DeltaArgs delta_args(Form x, Form gates, const Tensor& conv, const Tensor& rates
   STD_TORCH_CHECK(gates.dtype == DType::f32 && gates.columns == 2 * a.heads,
                   "delta_rule: gates must be float32 of ", 2 * a.heads, " columns, has ",
                   gates.columns);
-  STD_TORCH_CHECK(conv.dim() == 2 && conv.size(0) > 1 && conv.size(0) <= 16 &&
-                      conv.size(1) == a.turned(),
-                  "delta_rule: conv must be [2 to 16, ", a.turned(), "]");
-  a.width = conv.size(0);
-  a.conv = floats(conv, conv.numel(), "delta_rule: conv");
   a.rates = floats(rates, a.heads, "delta_rule: rates");
   a.shift = floats(shift, a.heads, "delta_rule: shift");
   a.norm = floats(norm, a.value_dim, "delta_rule: norm");
   a.eps = static_cast<float>(eps);
   a.dtype = x.dtype;
-  STD_TORCH_CHECK(inputs.dim() == 3 && inputs.size(0) == a.slots && inputs.size(1) == a.width - 1 &&
-                      inputs.size(2) == a.turned() && dtype_of(inputs, "delta_rule: inputs") == a.dtype,
-                  "delta_rule: inputs must be [", a.slots, ", ", a.width - 1, ", ", a.turned(),
-                  "] of the rows' dtype");
+  take_convolution(a, conv, inputs, "delta_rule");
   a.state = static_cast<float*>(state.data_ptr());
-  a.inputs = inputs.data_ptr();
   a.state_pitch = pitch_of(state, "delta_rule: state");
-  a.inputs_pitch = pitch_of(inputs, "delta_rule: inputs");
   return a;
 }
 

@@ -235,6 +235,21 @@ def test_layers_with_states(penstock: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(native.handle is None, reason="a program runs its operators one by one")
+def test_layers_with_mamba(penstock: Run, tmp_path: Path) -> None:
+    """Three of four layers have one, of 4 heads of 32 with states of 32 each, and one group."""
+    make_tiny("granite-hybrid", tmp_path / "m")
+    kept = tmp_path / "p.json"
+    result = penstock(
+        "profile", tmp_path / "m", "--prompt-len", 12, "--output-len", 4, "--json", kept
+    )
+    assert result.exit_code == 0, result.output
+    found = {row["op"]: row for row in json.loads(kept.read_text())["results"]["decode"]["ops"]}
+    assert [found[name]["calls"] for name in ("mamba", "mixed", "gates", "qkv")] == [3, 3, 3, 1]
+    assert found["mamba"]["bytes_moved"] == 3 * 2 * (4 * 4 * 32 * 32 + 4 * 3 * (4 * 32 + 2 * 32))
+    assert "other" not in found
+
+
+@pytest.mark.skipif(native.handle is None, reason="a program runs its operators one by one")
 def test_layers_with_convolutions(penstock: Run, tmp_path: Path) -> None:
     """Three of four layers have one, whose two latest inputs are read and written."""
     make_tiny("lfm2", tmp_path / "m")

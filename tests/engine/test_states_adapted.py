@@ -22,7 +22,7 @@ WHO = ["x", None, "y", "x", "y", None]
 APART = ("in_proj_a", "in_proj_b")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen3_5", "lfm2", "granite-hybrid"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
 

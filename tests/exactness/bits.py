@@ -19,6 +19,7 @@ from penstock.nn import (
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
+    MambaSpec,
     MlpSpec,
     NormSpec,
     RopeSpec,
@@ -68,6 +69,8 @@ STATED = " with states"
 """… of one whose layers have states in place of keys and values, but for one."""
 CONVOLVED = " of convolutions"
 """… of one whose layers have short convolutions in that place, but for one."""
+SCANNED = " of Mamba"
+"""… of one whose layers have Mamba 2 in that place, but for one."""
 SLOTS = 600
 """For states."""
 
@@ -137,6 +140,21 @@ def convolved_spec() -> DecoderSpec:
     return replace(decoder_spec(), layers=layers)
 
 
+def scanned_spec() -> DecoderSpec:
+    """`decoder_spec` with Mamba 2 around attention: one group and many, with biases and without."""
+    first, second, third = decoder_spec().layers
+    biased = AttentionSpec(
+        10, 1, 48, 1.0, None, qkv_bias=True, out_bias=True, mamba=MambaSpec(32, 4, 1e-5)
+    )
+    wide = AttentionSpec(6, 3, 32, 1.0, None, mamba=MambaSpec(80, 2, 1e-5, conv_bias=False))
+    layers = (
+        replace(first, attention=biased),
+        replace(second, attention=first.attention),
+        replace(third, attention=wide),
+    )
+    return replace(decoder_spec(), layers=layers)
+
+
 def decoder_spec(layers: int = 3) -> DecoderSpec:
     """Every feature that changes the order of additions: GQA, window, soft cap, norms, biases."""
     rope = RopeSpec(10000.0, 64)
@@ -181,7 +199,7 @@ def fill(model: Decoder) -> Decoder:
 
 def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
     kinds = {MIXED: mixed_spec, LATENT: latent_spec, RANKED: ranked_spec, STATED: stated_spec}
-    kinds[CONVOLVED] = convolved_spec
+    kinds |= {CONVOLVED: convolved_spec, SCANNED: scanned_spec}
     for ending, spec in kinds.items():
         if quantization is not None and quantization.endswith(ending):
             name = quantization.removesuffix(ending)

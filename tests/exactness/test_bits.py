@@ -8,7 +8,18 @@ import torch
 from penstock.kernels import native
 from penstock.nn import Decoder
 
-from .bits import CONVOLVED, LATENT, RANKED, STATED, Machine, alone, build, digest, prompt
+from .bits import (
+    CONVOLVED,
+    LATENT,
+    RANKED,
+    SCANNED,
+    STATED,
+    Machine,
+    alone,
+    build,
+    digest,
+    prompt,
+)
 
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
@@ -34,6 +45,9 @@ GOLDEN = {
     "bfloat16 of convolutions": "6c62c761c08283c6bda33fe0b5cd4a658109efd5bbde5ee258fcb92801ecddb5",
     "float32 of convolutions": "5d7077e1f427fb857b18883a35b88f31f393efb89ecfef02595993ccc9899edd",
     "w8a8 of convolutions": "88b53cccf750887e9533b8840a4bafb6d8c035042705483f755176484c6c361f",
+    "bfloat16 of Mamba": "5392cb84ab6f7c6d2447b720f0b88382b70a532cf35222f99f82a4baf6e7a895",
+    "float32 of Mamba": "8edd95bd44e30c4aba489aa023b3b9fcc488b5cff107809330ea7cef84ce5271",
+    "w8a8 of Mamba": "2d1203143712baaf483b496bed2ad30c938da835bd8e97472630f608d530bfb4",
     "w4a8-g128-asym": "8436f56a28ab2c3d244613215f3488049fc3405b9b120d674fe68b19cc2c96dd",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
@@ -48,7 +62,7 @@ def form(request: pytest.FixtureRequest) -> str:
 def model(form: str) -> Decoder:
     if form in ("bfloat16", "float32"):
         return build(getattr(torch, form))
-    if form in [f"float32{kind}" for kind in (LATENT, RANKED, STATED, CONVOLVED)]:
+    if form in [f"float32{kind}" for kind in (LATENT, RANKED, STATED, CONVOLVED, SCANNED)]:
         return build(torch.float32, form.replace("float32", "bfloat16"))
     return build(torch.bfloat16, form)
 

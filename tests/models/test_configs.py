@@ -54,6 +54,8 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
         types = config.pop("layer_types", None)  # not in the tiny Qwen3.5's family's order
         if "conv_L_cache" in config:
             config["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == FULL]
+        elif config["model_type"] == "granitemoehybrid":
+            config["layer_types"] = ["attention" if kind == FULL else "mamba" for kind in types]
     ropes = config.pop("rope_parameters", None)
     if ropes is None:
         return config
@@ -91,7 +93,11 @@ def test_published_configs_have_no_unread_key(read: Any, name: str) -> None:
     config, spec = PUBLISHED[name], read(PUBLISHED[name])
     hidden = config.get("hidden_size", config.get("n_embd"))
     heads = config.get("num_attention_heads", config.get("n_head"))
-    attention = next(x.attention for x in spec.decoder.layers[::-1] if not x.attention.conv)
+    attention = next(
+        x.attention
+        for x in spec.decoder.layers[::-1]
+        if not x.attention.conv and not x.attention.mamba
+    )
     assert len(spec.decoder.layers) == config.get("num_hidden_layers", config.get("n_layer"))
     assert spec.decoder.hidden == hidden
     assert attention.num_kv_heads == config.get("num_key_value_heads", heads)
@@ -485,6 +491,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu=False"),
     ("lfm2-moe", {"num_dense_layers": -1}, "num_dense_layers must be a whole number"),
     ("lfm2-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8"),
+    ("granite-hybrid", {"layer_types": ["mamba"] * 4}, "No layer attends"),
+    ("granite-hybrid", {"layer_types": ["mamba", "attention"]}, "must name 4 layers, not 2"),
+    ("granite-hybrid", {"mamba_n_heads": 3}, "3 of mamba_d_head 32 aren't the 128 that"),
+    ("granite-hybrid", {"mamba_n_groups": 3}, "4 in mamba_n_groups 3 with mamba_d_state 32"),
+    ("granite-hybrid", {"mamba_d_state": 20}, "with mamba_d_state 20 aren't built"),
+    ("granite-hybrid", {"mamba_n_heads": 16, "mamba_d_head": 8}, "heads of 8 dimensions"),
+    ("granite-hybrid", {"mamba_d_conv": 17}, "over 17 tokens isn't built"),
+    ("granite-hybrid", {"time_step_limit": [0.1, 2.0]}, r"time_step_limit \[0.1, 2.0\]"),
+    ("granite-hybrid", {"shared_intermediate_size": 0}, "for no block in their place"),
+    ("granite-hybrid", {"position_embedding_type": "alibi"}, "type='alibi'"),
+    ("granite-hybrid", {"normalization_function": "layernorm"}, "function='layernorm'"),
+    ("granite-hybrid-moe", {"num_experts_per_tok": 7}, "7 is more than the 6 experts"),
+    ("bamba", {"attn_layer_indices": [9]}, "some of the layers 0 to 3"),
+    ("bamba", {"attn_layer_indices": None}, "No layer attends"),
     ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'swish'"),
     ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'swish'"),
     ("hunyuan", {"use_qk_norm": False}, "use_qk_norm=False"),

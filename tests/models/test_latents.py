@@ -205,6 +205,6 @@ def test_adapters(tiny: Make, tmp_path: Path, name: str) -> None:
     heads = "model.layers.1.self_attn.kv_b_proj"
     write_adapter(tmp_path / "heads", [(heads, (4 * (12 + 18), 40))])
     with pytest.raises(
-        UnsupportedModelError, match=r"kv_b_proj.*heads over latents, which only merging"
+        UnsupportedModelError, match=r"kv_b_proj.*heads over latents are changed by merging alone"
     ):
         llm.load_lora("y", tmp_path / "heads")

@@ -366,6 +366,53 @@ CASES |= {
         routed_scaling_factor=1.5,
     ),
 }
+MAMBA = {
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 32,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.21,
+    "residual_multiplier": 0.33,
+    "logits_scaling": 1.7,
+    "rms_norm_eps": 0.05,
+}
+CASES |= {
+    "granite-moe": _case(
+        "GraniteMoe",
+        **{**GRANITE, "logits_scaling": 1.1},
+        num_local_experts=6,
+        num_experts_per_tok=3,
+    ),
+    "granite-moe-shared": _case(
+        "GraniteMoeShared", **GRANITE, num_local_experts=5, shared_intermediate_size=72
+    ),
+    "granite-hybrid": _case(
+        "GraniteMoeHybrid",
+        **MAMBA,
+        **GRANITE,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        num_local_experts=0,
+        shared_intermediate_size=100,
+        position_embedding_type="nope",
+        tie_word_embeddings=True,
+    ),
+    "granite-hybrid-moe": _case(
+        "GraniteMoeHybrid",
+        **MAMBA,
+        **GRANITE,
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+        mamba_n_groups=2,
+        mamba_proj_bias=True,
+        num_local_experts=6,
+        intermediate_size=40,
+        shared_intermediate_size=72,
+        position_embedding_type="rope",
+        attention_bias=True,
+    ),
+    "bamba": _case("Bamba", **MAMBA, attn_layer_indices=[1], mamba_conv_bias=False, mlp_bias=True),
+}
 PROMPT_SEEDS = {
     "qwen2-window": 3,
     "qwen3": 7,
@@ -385,7 +432,9 @@ FAMILIES += ("olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4", "s
 FAMILIES += ("exaone4", "seed-oss", "ernie4_5", "ministral", "ministral3", "phi", "stablelm")
 FAMILIES += ("arcee", "hunyuan")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
+FAMILIES += ("granite-moe", "granite-moe-shared")
 STATED = ("qwen3-next", "qwen3_5", "qwen3_5-moe", "lfm2", "lfm2-moe")
+STATED += ("granite-hybrid", "granite-hybrid-moe", "bamba")
 """Those whose layers have states."""
 DIVISIBLE = [name for name in CASES if name not in STATED]
 """Those that ranks can share."""
@@ -409,6 +458,8 @@ def make_model(case: Case, seed: int = 0) -> Any:
                 parameter.copy_(0.3 * noise + (2.0 if after_block else 0.0 if added else 1.0))
             elif name.endswith("A_log"):  # from hardly any to half a token's memory
                 parameter.copy_(noise - 1.5)
+            elif name.endswith("mamba.D"):
+                parameter.copy_(1.0 + noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             elif any(part in name for part in ("embed", "wte", "wpe", "lm_head")):

@@ -14,6 +14,7 @@ from penstock.nn import (
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
+    MambaSpec,
     MlpSpec,
     NormSpec,
     RopeSpec,
@@ -72,6 +73,15 @@ def of_latents() -> DecoderSpec:
     many = MlpSpec(1408, experts=ExpertsSpec(64, 6, normalize=False, shared=2816))
     layers = LayerSpec(plain, MlpSpec(10944)), LayerSpec(plain, many), LayerSpec(tight, many)
     return DecoderSpec(102400, 2048, layers, NormSpec(), 163840)
+
+
+def of_mamba() -> DecoderSpec:
+    """Granite 4.0 H 1B's: 36 layers of Mamba 2, and 4 that attend."""
+    mamba = AttentionSpec(48, 1, 128, 1.0, None, mamba=MambaSpec(64, 4, 1e-5))
+    attends = AttentionSpec(12, 4, 128, 128**-1.0, None)
+    mlp = MlpSpec(4096)
+    layers = (LayerSpec(mamba, mlp),) * 9 + (LayerSpec(attends, mlp),)
+    return DecoderSpec(100352, 1536, layers * 4, NormSpec(eps=1e-5), 131072, tied=True)
 
 
 def of_states() -> DecoderSpec:

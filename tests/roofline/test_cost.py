@@ -127,7 +127,7 @@ def test_each_operator_of_a_prompt() -> None:
     rows = {row.op: row for row in costs(qwen()).ops(StepSize([10], [30], 1))}
     assert {name: row.calls for name, row in rows.items()} == {
         "embedding": 2, "norm": 0, "experts": 0, "head": 1, "softcap": 0,
-        **dict.fromkeys(("conv", "delta", "gate", "gates", "mixed"), 0),
+        **dict.fromkeys(("conv", "delta", "gate", "gates", "mamba", "mixed"), 0),
         **dict.fromkeys(("q", "q_down", "q_up", "kv", "heads", "shared_up", "shared_down"), 0),
         **dict.fromkeys(("qkv", "rotary", "attention", "out", "up", "down"), 24),
     }  # fmt: skip

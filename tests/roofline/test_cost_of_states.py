@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.roofline import StepSize
 
-from .shapes import costs, of_states
+from .shapes import costs, of_mamba, of_states
 
 STATE = 4 * 16 * 128 * 128 + 2 * 3 * 6144
 """Bytes of a layer's state, and of the inputs that its convolution still needs."""
@@ -45,3 +45,15 @@ def test_operators() -> None:
     assert rows["delta"].flops == 18 * 10 * (7 * 16 * 128 * 128 + 2 * 4 * 6144)
     assert rows["delta"].weight_bytes == 0 and rows["delta"].unit == "vector"
     assert rows["attention"].calls == 12 and rows["rotary"].calls == 6
+
+
+def test_mamba() -> None:
+    """Of 48 heads of 64 with states of 128 each, in float32; a step's length is one number each."""
+    state = 4 * 48 * 64 * 128 + 2 * 3 * (3072 + 2 * 128)
+    rows = {row.op: row for row in costs(of_mamba()).ops(StepSize([10, 1], [30, 1], 1))}
+    assert rows["mamba"].calls == rows["mixed"].calls == 36
+    assert rows["mamba"].kv_bytes == 36 * 2 * 2 * state
+    assert rows["mamba"].flops == 36 * 11 * (5 * 48 * 64 * 128 + 2 * 4 * (3072 + 2 * 128))
+    assert rows["mixed"].weight_bytes == 36 * 2 * 1536 * (2 * 3072 + 2 * 128)
+    assert rows["gates"].weight_bytes == 36 * 2 * 1536 * 48
+    assert rows["attention"].calls == rows["qkv"].calls == 4

@@ -2,6 +2,7 @@
 
 transformers keeps a layer's experts as `gate_up_proj` [E, 2·I, D], gate above up, and `down_proj`
 [E, D, I]; gpt-oss has both transposed, the columns of gate and up in turns, and biases beside them.
+Granite's files call them `input_linear` and `output_linear`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 _JOINED = re.compile(r"(?P<at>.+\.experts)\.(?P<what>gate_up_proj|down_proj)(?P<bias>_bias)?")
 
+_GRANITE = re.compile(r"(.+\.block_sparse_moe)\.(input|output)_linear\.weight")
+_MEANT = {"input": "gate_up_proj", "output": "down_proj"}
+
 logger = logging.getLogger("penstock")
 
 Half = Literal["gate_proj", "up_proj", "down_proj"]
@@ -42,7 +46,13 @@ class _Part:
 
 def has_joined_experts(checkpoint: Checkpoint | QuantizedCheckpoint) -> bool:
     """Whether any layer's experts lie in one tensor."""
-    return any(_JOINED.fullmatch(name) for name in checkpoint.names())
+    return any(_joined(name) for name in checkpoint.names())
+
+
+def _joined(name: str) -> re.Match[str] | None:
+    """The parts of a joined tensor's name, if it is one."""
+    granite = _GRANITE.fullmatch(name)
+    return _JOINED.fullmatch(f"{granite[1]}.experts.{_MEANT[granite[2]]}" if granite else name)
 
 
 def are_in_turns(config: Mapping[str, Any]) -> bool:
@@ -55,10 +65,12 @@ def are_in_turns(config: Mapping[str, Any]) -> bool:
 
 def warn_of_names(config: Mapping[str, Any]) -> None:
     """Say so where experts are written one by one, which no other engine expects."""
-    if are_in_turns(config):
+    granite = "granitemoe" in str(config.get("model_type")) and config.get("num_local_experts")
+    if granite or are_in_turns(config):
         logger.warning(
-            "Experts of a gpt-oss are written one by one (mlp.experts.0.gate_proj.weight, …), "
-            "which Penstock reads and transformers doesn't: there they would be left out."
+            "Experts of a %s are written one by one (experts.0.gate_proj.weight, …), which "
+            "Penstock reads and transformers doesn't: there they would be left out.",
+            "Granite" if granite else "gpt-oss",
         )
 
 
@@ -76,7 +88,7 @@ class SplitExperts(Over):
         self._whole: list[str] = []
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
         for name in base.names():
-            match = _JOINED.fullmatch(name)
+            match = _joined(name)
             if match is None:
                 self._whole.append(name)
                 continue

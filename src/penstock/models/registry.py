@@ -21,6 +21,7 @@ Reader = Callable[[ConfigReader], ModelSpec]
 
 _FAMILIES = (
     "arcee",
+    "bamba",
     "cohere",
     "deepseek_v2",
     "deepseek_v3",
@@ -35,6 +36,7 @@ _FAMILIES = (
     "gpt_neox",
     "gpt_oss",
     "granite",
+    "granite_moe",
     "hunyuan",
     "idefics3",
     "internvl",
@@ -64,6 +66,7 @@ _readers: dict[str, Reader] = {}
 
 _MODEL_TYPES = {
     "arcee": "ArceeForCausalLM",
+    "bamba": "BambaForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -81,6 +84,9 @@ _MODEL_TYPES = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "idefics3": "Idefics3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",

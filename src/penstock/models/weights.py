@@ -276,7 +276,7 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
         kept = kept and not module.endswith((".router", ".attention.gates"))
         if joint is not None and kept:
             found[module] = format_of(joint)
-        else:
+        elif not (module.endswith(".gates") and all(type(plan.rule) is Share for plan in those)):
             widened += [part for part in parts if checkpoint.scheme(part) is not None]
     if widened:
         logger.warning(

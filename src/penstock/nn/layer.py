@@ -12,6 +12,7 @@ from penstock.nn.attention import Attention
 from penstock.nn.conv import ConvAttention
 from penstock.nn.delta import DeltaAttention
 from penstock.nn.experts import Experts
+from penstock.nn.mamba import MambaAttention
 from penstock.nn.mla import LatentAttention
 from penstock.nn.mlp import Mlp, add_product
 from penstock.nn.norm import Norm, Scale
@@ -50,12 +51,14 @@ def self_attention(
     table: RotaryTable | None,
     dtype: torch.dtype,
     ranks: Ranks | None = None,
-) -> Attention | LatentAttention | DeltaAttention | ConvAttention:
+) -> Attention | LatentAttention | DeltaAttention | MambaAttention | ConvAttention:
     """The attention that `spec` describes; arguments as `feed_forward`'s."""
     if spec.conv is not None:
         return ConvAttention(hidden, spec, formats)
     if spec.delta is not None:
         return DeltaAttention(hidden, spec, norm, formats, dtype)
+    if spec.mamba is not None:
+        return MambaAttention(hidden, spec, spec.mamba, formats, dtype)
     if spec.latent is not None:
         return LatentAttention(hidden, spec, norm, formats, table, dtype, ranks)
     return Attention(hidden, spec, norm, formats, table, ranks)

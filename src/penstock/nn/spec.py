@@ -66,6 +66,23 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaSpec:
+    """Mamba 2 in attention's place: a head has one state for all that it has seen."""
+
+    value_dim: int  # of each head
+    width: int  # inputs that the convolution before it sees
+    norm_eps: float
+    conv_bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.value_dim % 16 or not 2 <= self.width <= 16:
+            raise UnsupportedModelError(
+                f"Mamba 2 with heads of {self.value_dim} dimensions and a convolution over "
+                f"{self.width} tokens isn't built; built are multiples of 16, and 2 to 16."
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ConvSpec:
     """A short convolution between gates in attention's place: a sequence has its last inputs."""
 
@@ -85,9 +102,9 @@ class AttentionSpec:
     """Self-attention of one layer, or what stands in its place.
 
     With a latent, heads have keys of head_dim of which rope.rotary_dim are rotated, and the cache
-    has one row for all of them. With a delta, num_heads are those of values, which num_kv_heads of
-    queries and keys are shared by, and a sequence has a state in place of a cache; with a conv too,
-    which has no heads.
+    has one row for all of them. With a delta or mamba, num_heads are those of values, which
+    num_kv_heads of queries and keys are shared by, and a sequence has a state in place of a cache;
+    with a conv too, which has no heads.
     """
 
     num_heads: int
@@ -108,12 +125,18 @@ class AttentionSpec:
     kv_rank: int = 0  # dimensions that keys and values are kept in; 0: head_dim
     gated: bool = False  # what heads saw is multiplied by the sigmoids of as many values
     delta: DeltaSpec | None = None
+    mamba: MambaSpec | None = None
     conv: ConvSpec | None = None
+
+    @property
+    def remembers(self) -> DeltaSpec | MambaSpec | None:
+        """How each head keeps one matrix of a sequence, if it does."""
+        return self.delta or self.mamba
 
     @property
     def has_state(self) -> bool:
         """Whether a sequence has a state here, in place of keys and values of its tokens."""
-        return self.delta is not None or self.conv is not None
+        return self.remembers is not None or self.conv is not None
 
     @property
     def kept_dim(self) -> int:
@@ -134,9 +157,9 @@ class AttentionSpec:
         """Of a sequence: its state (`ops.delta`), and the inputs before it; None: it has none."""
         if self.conv is not None:
             return (0, 1, 1, 16), (self.conv.width - 1, self.conv.dim)  # no head has one
-        if self.delta is None:
+        if self.remembers is None:
             return None
-        dim, width = self.delta.value_dim, self.delta.width
+        dim, width = self.remembers.value_dim, self.remembers.width
         return (self.num_heads, dim // 16, self.head_dim, 16), (width - 1, sum(self.qkv_columns))
 
     @property
@@ -162,15 +185,16 @@ class AttentionSpec:
         keys = self.num_kv_heads
         if self.conv is not None:
             return self.conv.dim, self.conv.dim, 0
-        if self.delta is not None:
-            return keys * self.head_dim, keys * self.head_dim, self.num_heads * self.delta.value_dim
+        if self.remembers is not None:
+            values = self.num_heads * self.remembers.value_dim
+            return keys * self.head_dim, keys * self.head_dim, values
         return self.num_heads * self.head_dim, keys * self.head_dim, keys * self.kept_dim
 
     @property
     def seen_dim(self) -> int:
         """Values of what a head's scores weigh and add up: of latents, or of values."""
-        if self.delta is not None:
-            return self.delta.value_dim
+        if self.remembers is not None:
+            return self.remembers.value_dim
         return self.latent.rank if self.latent else self.kept_dim
 
     @property
@@ -178,8 +202,8 @@ class AttentionSpec:
         """Values of all heads, that `out` multiplies."""
         if self.conv is not None:
             return self.conv.dim
-        if self.delta is not None:
-            return self.num_heads * self.delta.value_dim
+        if self.remembers is not None:
+            return self.num_heads * self.remembers.value_dim
         return self.num_heads * (self.latent.value_dim if self.latent else self.kept_dim)
 
 

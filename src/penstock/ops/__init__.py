@@ -22,6 +22,7 @@ from penstock.ops.linear import (
     linear_unordered_add_,
 )
 from penstock.ops.lora import lora_add_
+from penstock.ops.mamba2 import mamba2
 from penstock.ops.mask import mask_
 from penstock.ops.mla import head_linear, mla_attention, mla_cache, mla_query
 from penstock.ops.norm import layer_norm, rms_norm
@@ -78,6 +79,7 @@ __all__ = [
     "linear_unordered",
     "linear_unordered_add_",
     "lora_add_",
+    "mamba2",
     "mask_",
     "mla_attention",
     "mla_cache",

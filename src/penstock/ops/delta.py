@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
+from penstock.ops.states import ragged, slots_by_row
 
 _EPS = 1e-6
 """Beside the squares of queries and keys, as they are made unit vectors."""
@@ -107,17 +108,8 @@ def delta_rule(
     out = mixed.new_empty((mixed.shape[0], sizes.heads * sizes.value_dim))
     beta = gates[:, sizes.heads :].sigmoid()
     fade = (-rates * functional.softplus(gates[:, : sizes.heads] + shift)).exp()
-    keeps = {} if kept is None else _by_row(kept)
-    for b in range(context_len.shape[0]):
-        first, last = int(query_start[b]), int(query_start[b + 1])
-        if first == last:
-            continue
-        slot = -1 if states is None else int(states[b])
-        if states is None and int(context_len[b]) != last - first:
-            raise ValueError(
-                f"Sequence {b} has {int(context_len[b])} tokens, {last - first} of them in this "
-                "step, and no state to go on from."
-            )
+    keeps = slots_by_row(kept)
+    for first, last, slot in ragged(query_start, context_len, states):
         before = inputs.new_zeros((conv.shape[0] - 1, sizes.turned))
         now = state.new_zeros((sizes.heads, sizes.key_dim, sizes.value_dim))
         if slot >= 0:
@@ -138,13 +130,6 @@ def delta_rule(
                 state[to] = now.unflatten(2, (-1, COLUMNS)).transpose(1, 2)
                 inputs[to] = rows[t + 1 : t + conv.shape[0]]
     return out
-
-
-def _by_row(kept: Tensor) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for row, slot in kept.tolist():
-        found.setdefault(row, []).append(slot)
-    return found
 
 
 def _turned(rows: Tensor, conv: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor, Tensor]:

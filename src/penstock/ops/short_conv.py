@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.registry import define_op
+from penstock.ops.states import ragged, slots_by_row
 
 
 def _fake(
@@ -58,23 +59,15 @@ def short_conv(
     b, c, x = (part.float() for part in mixed.split(channels, 1))
     u = (b * x).to(mixed.dtype)
     out = mixed.new_empty((mixed.shape[0], channels))
-    for i in range(context_len.shape[0]):
-        first, last = int(query_start[i]), int(query_start[i + 1])
-        if first == last:
-            continue
-        slot = -1 if states is None else int(states[i])
-        if states is None and int(context_len[i]) != last - first:
-            raise ValueError(
-                f"Sequence {i} has {int(context_len[i])} tokens, {last - first} of them in this "
-                "step, and no state to go on from."
-            )
+    keeps = slots_by_row(kept)
+    for first, last, slot in ragged(query_start, context_len, states):
         before = inputs[slot] if slot >= 0 else inputs.new_zeros(inputs.shape[1:])
         rows = torch.cat((before, u[first:last]))
         summed = (rows.float().unfold(0, conv.shape[0], 1) * conv.t()).sum(-1)  # [t, C, W] → [t, C]
         if bias is not None:
             summed = summed + bias
         out[first:last] = (c[first:last] * summed).to(out.dtype)
-        for row, to in [] if kept is None else kept.tolist():
-            if first <= row < last:
+        for row in range(first, last):
+            for to in keeps.get(row, ()):
                 inputs[to] = rows[row - first + 1 : row - first + conv.shape[0]]
     return out

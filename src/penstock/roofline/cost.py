@@ -26,17 +26,18 @@ from penstock.roofline.tower import TowerCost
 
 OPS = (
     "embedding", "norm", "qkv", "gate", "mixed", "q", "q_down", "q_up", "kv", "gates", "delta",
-    "conv", "rotary", "heads", "attention", "out",
+    "mamba", "conv", "rotary", "heads", "attention", "out",
     "up", "down", "experts", "shared_up", "shared_down", "head", "softcap",
 )  # fmt: skip
 """The rows, in the order in which a step first meets them. `rotary` writes the cache; `heads` are
-products of each head's own matrix, between queries, latents and values; `delta` and `conv` read and
-write states, `gates` say how much of them fades."""
+products of each head's own matrix, between queries, latents and values; `delta`, `mamba` and `conv`
+read and write states, `gates` say how much of them fades."""
 
 _NORM_FLOPS = {"rms": 4, "layer": 7}  # an element: square, sum, scale, weight; mean, shift, bias
 _ROTATION_FLOPS = 3  # an element: two products and their sum
 _SOFTCAP_FLOPS = 3
 _DELTA_FLOPS = 7  # a value of a state: two that are read, one that fades, one that is added
+_MAMBA_FLOPS = 5  # one that fades, one that is added, one that is read
 _NOTHING_SEEN = TowerCost()
 
 
@@ -88,6 +89,11 @@ def head_matrices(a: AttentionSpec) -> list[tuple[int, int]]:
     if a.latent is None:
         return []
     return [(a.latent.rank, a.head_dim - a.turning), (a.latent.value_dim, a.latent.rank)]
+
+
+def _gates(a: AttentionSpec) -> int:
+    """Numbers that say how much of a layer's states fades, and comes to them."""
+    return a.num_heads * (2 if a.delta is not None else 1)
 
 
 _OF_EXPERTS = ("up", "down")
@@ -174,8 +180,8 @@ class CostModel:
                 found.layer_bytes += 4 * spec.hidden * experts.shared_gate
                 self._of_dense(found, 1, experts.count, spec.hidden)
             a, token = layer.attention, self.layout.bytes_per_token(i)
-            if a.delta is not None:
-                self._of_dense(found, 1, 2 * a.num_heads, spec.hidden)
+            if a.remembers is not None:
+                self._of_dense(found, 1, _gates(a), spec.hidden)
             if a.has_state:
                 found.state_bytes += 2 * self.layout.state_bytes(i)
             recent = self.layout.recent_bytes_per_token(i)
@@ -300,7 +306,7 @@ class CostModel:
             if layer.attention.conv is not None:
                 self._convolve(rows["conv"], layer.attention, size, i)
                 continue
-            if layer.attention.delta is not None:
+            if layer.attention.remembers is not None:
                 self._remember(rows, layer.attention, size, i)
                 continue
             if layer.attention.gated:
@@ -372,12 +378,13 @@ class CostModel:
     def _remember(
         self, rows: Mapping[str, OpCost], a: AttentionSpec, size: StepSize, layer: int
     ) -> None:
-        """A gated delta rule: what decides how much fades, then states."""
-        hidden, heads, tokens, row = self.spec.hidden, a.num_heads, size.tokens, rows["delta"]
-        self._multiply(rows["gates"], self.dense, tokens, 2 * heads, hidden, 8 * heads)
+        """A gated delta rule, or Mamba 2: what decides how much fades, then states."""
+        gates, tokens = _gates(a), size.tokens
+        row, each = (rows["delta"], _DELTA_FLOPS) if a.delta else (rows["mamba"], _MAMBA_FLOPS)
+        self._multiply(rows["gates"], self.dense, tokens, gates, self.spec.hidden, 4 * gates)
         (state, (width, mixed)) = a.state_shapes or ((), (0, 0))
         moved = mixed + 2 * a.out_dim
-        flops = _DELTA_FLOPS * math.prod(state) + 2 * (width + 1) * mixed
+        flops = each * math.prod(state) + 2 * (width + 1) * mixed
         row.add(1, tokens * moved * self.itemsize, tokens * flops)
         row.kv_bytes += 2 * len(size.contexts) * self.layout.state_bytes(layer)
 

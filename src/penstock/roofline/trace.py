@@ -36,6 +36,7 @@ _ROWS = (
     ("gate_rows_", "experts"),
     ("gate_by_", "attention"),
     ("delta_rule", "delta"),
+    ("mamba2", "mamba"),
     ("short_conv", "conv"),
     ("mla_query", "heads"),
     ("head_linear", "heads"),

@@ -42,6 +42,7 @@ from penstock.nn.delta import DeltaAttention
 from penstock.nn.experts import ExpertBank
 from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Change, Linear
+from penstock.nn.mamba import MambaAttention
 from penstock.nn.spec import DecoderSpec
 from penstock.ops.panels import COLUMNS, panel_shape, round_up
 from penstock.quant import Dense
@@ -421,7 +422,8 @@ def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:
     for i, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
         attention = layer.attention
-        for at in matrices_of(model.spec.layers[i]).values():
+        more = ["attention.gates"] if isinstance(attention, MambaAttention) else []
+        for at in (*matrices_of(model.spec.layers[i]).values(), *more):
             linear = layer.get_submodule(at)
             if isinstance(linear, ExpertBank):
                 continue  # `_plans` says so of adapters that change experts
@@ -431,4 +433,7 @@ def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:
                 rows = _rows_of(attention, linear) or rows
             elif isinstance(attention, DeltaAttention) and linear is attention.mixed:
                 rows = sum(attention.spec.qkv_columns), attention.spec.out_dim
+            elif isinstance(attention, MambaAttention) and linear is not attention.out:
+                if at.startswith("attention."):  # both are parts of one projection
+                    rows = (attention.mixed.out_features + attention.gates.out_features,)
             yield f"layers.{i}.{at}", _Place(linear, rows)

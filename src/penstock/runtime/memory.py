@@ -55,7 +55,8 @@ def activation_bytes(
     widest = 0
     for layer in decoder.layers:
         a, mlp = layer.attention, layer.mlp
-        attended = sum(a.qkv_columns) + a.num_heads * a.kept_dim
+        attended = sum(a.qkv_columns)
+        attended += a.out_dim if a.has_state else a.num_heads * a.kept_dim
         if a.gated or a.has_state:
             attended += a.out_dim
         if a.latent is not None:  # queries for latents, and what they see of those

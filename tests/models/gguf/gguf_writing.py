@@ -48,6 +48,9 @@ ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "Olmo3ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSharedForCausalLM": "granitemoe",
+    "GraniteMoeHybridForCausalLM": "granitehybrid",
     "GemmaForCausalLM": "gemma",
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
@@ -185,7 +188,7 @@ def write_config(
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in c.layer_types])
     elif getattr(c, "sliding_window", None) and c.model_type in ("mistral", "mixtral", "cohere2"):
         writer.add_sliding_window(c.sliding_window)
-    if arch == "granite":
+    if "granite" in arch:
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)
@@ -210,6 +213,10 @@ def write_config(
         write_delta(writer, c, arch, guesses)
     if arch in ("qwen2moe", "qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+    if arch == "granitehybrid":
+        write_mamba(writer, c)
+    if getattr(c, "shared_intermediate_size", 0) and experts:
+        writer.add_expert_shared_feed_forward_length(c.shared_intermediate_size)
     if "lfm2" in arch:
         writer.add_shortconv_l_cache(c.conv_L_cache)
     if arch == "lfm2moe":
@@ -222,11 +229,22 @@ def write_config(
 
 
 def kv_heads(c: Any) -> Any:
-    """Of all layers, or 0 of each that has a convolution instead."""
+    """Of all layers, or 0 of each that has a convolution or Mamba 2 instead."""
     types = getattr(c, "layer_types", None) or []
-    if "conv" not in types:
+    instead = "linear_attention" if c.model_type == "granitemoehybrid" else "conv"
+    if instead not in types:
         return c.num_key_value_heads
-    return [0 if kind == "conv" else c.num_key_value_heads for kind in types]
+    return [0 if kind == instead else c.num_key_value_heads for kind in types]
+
+
+def write_mamba(writer: gguf.GGUFWriter, c: Any) -> None:
+    """Sizes of Mamba 2, and whether heads turn where layers attend."""
+    writer.add_ssm_conv_kernel(c.mamba_d_conv)
+    writer.add_ssm_state_size(c.mamba_d_state)
+    writer.add_ssm_group_count(c.mamba_n_groups)
+    writer.add_ssm_inner_size(c.mamba_expand * c.hidden_size)
+    writer.add_ssm_time_step_rank(c.mamba_n_heads)
+    writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
 
 
 def write_delta(writer: gguf.GGUFWriter, c: Any, arch: str, guesses: int) -> None:
@@ -296,7 +314,8 @@ def write_tensors(
         name = name.replace(".expert_bias", ".expert_bias.bias")
         name = name.replace("dt_bias", "dt_proj.bias")
         ends = (".weight", ".bias")
-        there = names.get_name(name, ends) or names.get_name(name.removeprefix("model."), ends)
+        known = _as_mapped(name, c)
+        there = names.get_name(known, ends) or names.get_name(known.removeprefix("model."), ends)
         assert there is not None, name
         forward, backward = _conversion(c, arch, name)
         values = forward(tensor.float()).numpy()
@@ -309,6 +328,15 @@ def write_tensors(
         name = name.replace("dt_proj.bias", "dt_bias")
         back |= _by_expert(name, backward(stored.view(values.shape)).contiguous())
     return _joined_heads(back, c) | _rope_of(writer, c)
+
+
+def _as_mapped(name: str, c: Any) -> str:
+    """A name of Granite's as the package's table knows it."""
+    if "granite" not in c.model_type:
+        return name
+    block = "mlp.shared_expert" if getattr(c, "num_local_experts", 0) else "mlp"
+    name = name.replace("block_sparse_moe.router", "mlp.gate").replace("shared_mlp", block)
+    return name.replace("block_sparse_moe.experts", "mlp.experts")
 
 
 def _rope_of(writer: gguf.GGUFWriter, c: Any) -> dict[str, Tensor]:
@@ -327,6 +355,11 @@ def _joined_heads(back: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
         parts = (*qkv.split((whole, whole, len(z))), z)
         rows = torch.cat([part.unflatten(0, (keys, -1)) for part in parts], 1).flatten(0, 1)
         back[name.replace("proj_qkv", "proj_qkvz")] = rows.contiguous()
+    for name in [name for name in back if "shared_mlp.gate_proj" in name]:
+        parts = back.pop(name), back.pop(name.replace("gate_proj", "up_proj"))
+        back[name.replace("gate_proj", "input_linear")] = torch.cat(parts)
+        down = back.pop(name.replace("gate_proj", "down_proj"))
+        back[name.replace("gate_proj", "output_linear")] = down
     for name in [name for name in back if "k_b_proj" in name]:
         keys, values = back.pop(name), back.pop(name.replace("k_b_proj", "v_b_proj"))
         heads = torch.cat((keys.transpose(1, 2), values), 1)
@@ -347,6 +380,12 @@ def _as_stored(model: Any, heads_apart: bool) -> dict[str, Tensor]:
             gate, up = (tensor[:, i::2] for i in (0, 1)) if oss else tensor.chunk(2, 1)
             stem = name.removesuffix("gate_up_proj")
             found |= {f"{stem}gate_proj.{last}": gate, f"{stem}up_proj.{last}": up}
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            gate, up = tensor.chunk(2)
+            at = name.removesuffix("input_linear.weight")
+            found |= {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up}
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            found[name.replace("output_linear", "down_proj")] = tensor
         elif name.endswith("experts.down_proj"):
             found[f"{name}.{last}"] = tensor
         elif name.endswith(".sinks"):
@@ -414,7 +453,8 @@ def _conversion(
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """(what a converter does to a tensor, how a reader undoes it)."""
     heads = c.num_attention_heads
-    if arch in ("llama", "smollm3", "granite", "mistral3", "arcee") and (
+    granite = "granite" in arch
+    if (granite or arch in ("llama", "smollm3", "mistral3", "arcee")) and (
         "q_proj" in name or "k_proj" in name
     ):
         count = heads if "q_proj" in name else c.num_key_value_heads
@@ -422,7 +462,13 @@ def _conversion(
             lambda t: t.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2),
             lambda t: t.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2),
         )
-    if name.endswith("conv.conv.weight"):
+    if name.endswith("mamba.A_log"):
+        return lambda t: -t.exp()[:, None], lambda t: t[:, 0].neg().log()
+    if name.endswith("mamba.D"):
+        return lambda t: t[:, None], lambda t: t[:, 0]
+    if name.endswith("mamba.norm.weight"):
+        return lambda t: t.view(c.mamba_n_groups, -1), lambda t: t.flatten()
+    if name.endswith(("conv.conv.weight", "mamba.conv1d.weight")):
         return lambda t: t.squeeze(1), lambda t: t.unsqueeze(1)
     if arch in HYBRID and "linear_attn" in name:
         return _delta_conversion(c, arch, name)

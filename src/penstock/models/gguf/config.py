@@ -36,6 +36,8 @@ _MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "GPTNeoXForCausalLM": "gpt_neox",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "Ministral3ForCausalLM": "ministral3",
     "MistralForCausalLM": "mistral",

@@ -14,6 +14,7 @@ from penstock.models.gguf.parts import (
     Architecture,
     Config,
     check_scale,
+    heads_by_layer,
     rms_model,
 )
 
@@ -44,16 +45,8 @@ _SIGMOID = 2
 
 def _lfm2(m: Metadata, c: Container) -> Config:
     """Layers without heads of keys have convolutions."""
-    key = m.own("attention.head_count_kv")
-    heads = m.get(key)
-    many = heads if isinstance(heads, list) else [heads]
-    if not all(type(count) is int and count >= 0 for count in many) or len({*many, 0}) != 2:
-        raise m.fail(key, heads, "0 of layers with convolutions, and one number of others")
-    config = rms_model(m, c, "Lfm2ForCausalLM", kv_heads=max(many))
-    layers = config["num_hidden_layers"]
-    if len(many) not in (1, layers):
-        raise m.fail(key, heads, f"one entry for each of {layers} layers")
-    each = many * (layers // len(many))
+    each = heads_by_layer(m, c, "convolutions")
+    config = rms_model(m, c, "Lfm2ForCausalLM", kv_heads=max(each))
     check_scale(m, config)
     config["norm_eps"] = config.pop("rms_norm_eps")
     config["layer_types"] = ["full_attention" if count else "conv" for count in each]

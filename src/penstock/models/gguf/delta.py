@@ -17,10 +17,8 @@ from torch import Tensor
 from penstock.errors import WeightsError
 from penstock.models.gguf.blocks import Bytes
 from penstock.models.gguf.container import Container, TensorInfo
+from penstock.models.gguf.joined import Stacked, wrong
 from penstock.models.gguf.metadata import Metadata
-from penstock.ops.panels import COLUMNS
-from penstock.quant import Codes, Scheme
-from penstock.quant.codes import mixture
 
 _AT = "model.layers.{i}.linear_attn."
 NAMES = {
@@ -129,7 +127,7 @@ class DeltaOrder:
         each = 1 if stem in _ONE_EACH else self.value_dim
         count = before + self.heads * each
         if tensor.shape[0] != count:
-            raise _wrong(tensor, f"{count} rows")
+            raise wrong(tensor, f"{count} rows")
         place = np.arange(before, count).reshape(-1, self.key_heads, each)
         order = np.concatenate((np.arange(before), place.swapaxes(0, 1).reshape(-1)))
         return np.ascontiguousarray(tensor.data.reshape(count, -1)[order]).reshape(-1)
@@ -146,7 +144,7 @@ class DeltaOrder:
 
     def _check_columns(self, tensor: TensorInfo) -> None:
         if len(tensor.shape) != 2 or tensor.shape[1] != self.heads * self.value_dim:
-            raise _wrong(tensor, f"{self.heads * self.value_dim} columns")
+            raise wrong(tensor, f"{self.heads * self.value_dim} columns")
 
     def values(self, stem: str, tensor: TensorInfo, values: Tensor) -> Tensor:
         """What `rows` gave, as values: logarithms of rates, and what blocks were in the way of."""
@@ -161,62 +159,22 @@ class DeltaOrder:
         return values
 
 
-class Mixed:
+class Mixed(Stacked):
     """Queries, keys and values, and what gates them: `in_proj_qkvz`, key head by key head.
 
     Raises WeightsError for shapes that don't belong together.
     """
 
     def __init__(self, order: DeltaOrder, qkv: TensorInfo, gate: TensorInfo) -> None:
-        self.parts = (qkv, gate)
         heads, values = order.key_heads, order.heads * order.value_dim
         keys, own = heads * order.key_dim, values // heads
         for part, rows in ((qkv, 2 * keys + values), (gate, values)):
             if len(part.shape) != 2 or part.shape[0] != rows:
-                raise _wrong(part, f"{rows} rows")
-        if qkv.shape[1] != gate.shape[1]:
-            raise _wrong(gate, f"{qkv.shape[1]} columns")
+                raise wrong(part, f"{rows} rows")
         widths = (order.key_dim, order.key_dim, own, own)
         starts = (0, keys, 2 * keys, 2 * keys + values)
         place = [
             torch.arange(start, start + heads * width).view(heads, width)
             for start, width in zip(starts, widths, strict=True)
         ]
-        self._order = torch.cat(place, 1).flatten()
-
-    @property
-    def stored_as(self) -> str:
-        """The block types of both."""
-        return " and ".join(dict.fromkeys(part.block.name for part in self.parts))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[2·Hk·Dk + 2·Hv·Dv, hidden]."""
-        return len(self._order), self.parts[0].shape[1]
-
-    @property
-    def scheme(self) -> Scheme | None:
-        """What holds both parts: the scheme that they have, or a mixture of K-quants."""
-        schemes = [part.block.scheme for part in self.parts]
-        found = {scheme for scheme in schemes if scheme is not None}
-        if None in schemes:
-            return None
-        if len(found) == 1:
-            return schemes[0]
-        whole = all(part.shape[0] % COLUMNS == 0 for part in self.parts)
-        return mixture(found) if whole and all(scheme.is_k for scheme in found) else None
-
-    def read(self) -> Tensor | Codes:
-        """As a checkpoint has it."""
-        parts = self.parts
-        if self.scheme is not None:
-            codes = [part.block.to_codes(part.data, part.shape) for part in parts]
-            return Codes.stack(codes).rows(self._order)
-        values = [part.block.tensor(part.data, part.shape) for part in parts]
-        if values[0].dtype is not values[1].dtype:
-            values = [part.float() for part in values]
-        return torch.cat(values)[self._order]
-
-
-def _wrong(tensor: TensorInfo, wanted: str) -> WeightsError:
-    return WeightsError(f"{tensor.name} has the shape {list(tensor.shape)}, not {wanted}.")
+        super().__init__((qkv, gate), torch.cat(place, 1).flatten())

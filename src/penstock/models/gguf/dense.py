@@ -43,9 +43,16 @@ _PHI2 = {
 }
 
 
-def _granite(m: Metadata, c: Container) -> Config:
-    """What scales embeddings and residuals is read of any architecture."""
-    config = with_biases(c, rms_model(m, c, "GraniteForCausalLM"))
+def granite_config(
+    m: Metadata,
+    c: Container,
+    architecture: str = "GraniteForCausalLM",
+    kv_heads: int | None = None,
+) -> Config:
+    """Granite's; what scales embeddings and residuals is read of any architecture. kv_heads: as
+    `usual_model` takes them.
+    """
+    config = with_biases(c, rms_model(m, c, architecture, kv_heads=kv_heads))
     usual = config["head_dim"] ** -0.5
     config["attention_multiplier"] = m.number(m.own("attention.scale"), 0.0) or usual
     config["logits_scaling"] = m.number(m.own("logit_scale"), 1.0) or 1.0
@@ -190,7 +197,7 @@ def _layer_norms(m: Metadata, c: Container, architecture: str) -> Config:
 
 _USUAL = OUTER | ATTENTION | MLP | NORMS
 DENSE: dict[str, Architecture] = {
-    "granite": Architecture(_granite, _USUAL, rotated=QK),
+    "granite": Architecture(granite_config, _USUAL, rotated=QK),
     "olmo2": Architecture(_olmo2, OUTER | ATTENTION | MLP | QK_NORMS | _POST_NORMS),
     "arcee": Architecture(_arcee, _USUAL, rotated=QK),
     "gemma": Architecture(_gemma, _USUAL, norm_shift=1.0),

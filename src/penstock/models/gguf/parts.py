@@ -50,6 +50,7 @@ class Architecture:
     transposed: tuple[str, ...] = ()  # [N, K] here and [K, N] in a checkpoint
     norm_shift: float = 0.0  # that was added to the norms
     value_heads: ValueHeads | None = None  # of layers with a delta rule
+    scanned: bool = False  # some layers have Mamba 2
 
 
 def layers_of(m: Metadata, c: Container) -> int:
@@ -59,6 +60,18 @@ def layers_of(m: Metadata, c: Container) -> int:
     if count > len(c.tensors):
         raise m.fail(key, count, f"at most {len(c.tensors)}, the tensors that the file has")
     return count
+
+
+def heads_by_layer(m: Metadata, c: Container, others: str) -> list[int]:
+    """Heads of keys that each layer has; 0 of one that has `others` instead."""
+    key, layers = m.own("attention.head_count_kv"), layers_of(m, c)
+    heads = m.get(key)
+    many = heads if isinstance(heads, list) else [heads]
+    if not all(type(count) is int and count >= 0 for count in many) or len({*many, 0}) != 2:
+        raise m.fail(key, heads, f"0 of layers with {others}, and one number of others")
+    if len(many) not in (1, layers):
+        raise m.fail(key, heads, f"one entry for each of {layers} layers")
+    return many * (layers // len(many))
 
 
 def head_dim_of(m: Metadata) -> int:

@@ -20,6 +20,8 @@ from penstock.models.gguf.blocks import Bytes
 from penstock.models.gguf.config import generation_config, is_tied, main_dtype, read_gguf_config
 from penstock.models.gguf.container import Container, TensorInfo, read_container
 from penstock.models.gguf.delta import DeltaOrder, Mixed
+from penstock.models.gguf.joined import HeadPair, Stacked
+from penstock.models.gguf.mamba import scanned_shape, scanned_values
 from penstock.models.gguf.parts import Architecture
 from penstock.models.gguf.rope import FACTORS
 from penstock.quant import Codes, Scheme
@@ -30,6 +32,9 @@ _LAYER = re.compile(r"blk\.(?P<i>\d+)\.(?P<stem>.+?)(?:\.(?P<p>weight|bias))?")
 _OUTER = re.compile(r"(?P<stem>.+)\.(?P<p>weight|bias)")
 _CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
 """Stems of tensors [channels, width]: a checkpoint has them as [channels, 1, width]."""
+
+_BARE = ("ssm_a", "ssm_d")
+"""Stems of tensors whose names end there."""
 
 
 def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
@@ -48,49 +53,6 @@ def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
     for e in range(count):
         own = replace(tensor, name=f"{tensor.name}[{e}]", shape=tuple(shape), data=each[e])
         yield named.replace("{e}", str(e)), own
-
-
-class HeadPair:
-    """Heads' matrices from latents to keys, each transposed, and to values: `kv_b_proj` apart.
-
-    Raises WeightsError for shapes that don't belong together.
-    """
-
-    def __init__(self, keys_up: TensorInfo, values_up: TensorInfo) -> None:
-        self.keys_up, self.values_up = keys_up, values_up
-        k, v = keys_up.shape, values_up.shape
-        if not len(k) == len(v) == 3 or (k[0], k[1]) != (v[0], v[2]):
-            raise WeightsError(
-                f"{keys_up.name} {list(k)} and {values_up.name} {list(v)} aren't matrices of the "
-                "same heads over the same latents."
-            )
-
-    @property
-    def parts(self) -> tuple[TensorInfo, TensorInfo]:
-        """Both, keys first."""
-        return self.keys_up, self.values_up
-
-    @property
-    def stored_as(self) -> str:
-        """The block types of both."""
-        return " and ".join(dict.fromkeys(part.block.name for part in self.parts))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[H · (K + V), rank]."""
-        heads, rank, keys = self.keys_up.shape
-        return heads * (keys + self.values_up.shape[1]), rank
-
-    @property
-    def scheme(self) -> None:
-        """None: its values are read."""
-
-    def read(self) -> Tensor:
-        """As a checkpoint has it, head by head."""
-        parts = [each.block.tensor(each.data, each.shape) for each in self.parts]
-        if parts[0].dtype is not parts[1].dtype:
-            parts = [part.float() for part in parts]
-        return torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)
 
 
 class GgufSource:
@@ -122,9 +84,10 @@ class GgufSource:
                 if there in self._where:
                     raise WeightsError(f"{path}: two tensors are {there}; {name} is one of them.")
                 self._where[there] = stem, part
-        self._joined: dict[str, HeadPair | Mixed] = dict(self._joined_heads())
+        self._joined: dict[str, HeadPair | Stacked] = dict(self._joined_heads())
         if self._delta and self._architecture.value_heads == "by key head":
             self._joined |= self._joined_projections(self._delta)
+        self._joined |= self._joined_blocks()
 
     @property
     def quantization(self) -> str | None:
@@ -151,6 +114,8 @@ class GgufSource:
         stem, tensor = self._where[name]
         if stem in _CONVOLUTIONS and len(tensor.shape) == 2:
             return tensor.shape[0], 1, tensor.shape[1]
+        if self._architecture.scanned:
+            return scanned_shape(stem, tensor)
         return tensor.shape[::-1] if self._is_transposed(stem, tensor) else tensor.shape
 
     def dtype(self) -> torch.dtype:
@@ -163,7 +128,7 @@ class GgufSource:
             return self._joined[name].scheme
         stem, tensor = self._where[name]
         kept = len(tensor.shape) == 2 and not self._is_transposed(stem, tensor)
-        kept = kept and stem not in _CONVOLUTIONS
+        kept = kept and stem not in _CONVOLUTIONS and tensor.shape == self.shape(name)
         kept = kept and not (self._delta and not self._delta.moves_blocks(stem, tensor))
         return tensor.block.scheme if kept else None
 
@@ -180,6 +145,8 @@ class GgufSource:
             return values.float() - self._architecture.norm_shift
         if stem in _CONVOLUTIONS and values.dim() == 2:
             return values.unsqueeze(1)
+        if self._architecture.scanned:
+            return scanned_values(stem, tensor, values)
         if self._delta:
             return self._delta.values(stem, tensor, values)
         return values.t() if self._is_transposed(stem, tensor) else values
@@ -243,6 +210,15 @@ class GgufSource:
                 qkv, gate = self._where.pop(name)[1], self._where.pop(other)[1]
                 yield whole, Mixed(order, qkv, gate)
 
+    def _joined_blocks(self) -> Iterator[tuple[str, Stacked]]:
+        """Granite's `input_linear` of gate and up, which are taken away."""
+        at = "shared_mlp."
+        for name in [name for name in self._where if name.endswith(f"{at}gate_proj.weight")]:
+            other = name.replace("gate_proj", "up_proj")
+            if other in self._where:
+                parts = self._where.pop(name)[1], self._where.pop(other)[1]
+                yield name.replace("gate_proj", "input_linear"), Stacked(parts)
+
     def _guesses(self, name: str) -> bool:
         """Whether a tensor is of a layer behind the last one, which guesses tokens ahead."""
         match = _LAYER.fullmatch(name)
@@ -259,7 +235,7 @@ class GgufSource:
             return name, name
         there, part = there.replace("{i}", layer or ""), match["p"]
         if part is None:
-            return (match["stem"], there) if match["stem"] == "ssm_a" else (name, name)
+            return (match["stem"], there) if match["stem"] in _BARE else (name, name)
         return match["stem"], there if there.endswith(f"_{part}") else f"{there}.{part}"
 
     def _is_transposed(self, stem: str, tensor: TensorInfo) -> bool:

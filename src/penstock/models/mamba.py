@@ -1,0 +1,92 @@
+"""What families with Mamba 2 share: its keys in config.json, and its tensors' names."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from penstock.errors import UnsupportedModelError
+from penstock.models.config_reader import ConfigReader
+from penstock.models.spec import Rename, Rule, Share
+from penstock.nn.spec import AttentionSpec, DecoderSpec, MambaSpec
+
+_TRAINED = "time_step_min time_step_max time_step_floor time_step_rank".split()
+"""Of how weights were drawn before training."""
+
+MAMBA_KEYS = (
+    *(f"mamba_{x}" for x in "n_heads n_groups d_state d_head d_conv expand chunk_size".split()),
+    *("mamba_conv_bias", "mamba_proj_bias", "time_step_limit", *_TRAINED),
+)
+"""What says nothing of a model none of whose layers have states."""
+
+_UNLIMITED = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
+"""What `time_step_limit` may be; the last as transformers writes it."""
+
+
+def _steps(spec: DecoderSpec) -> int:
+    """Rows of the projection that say how far steps go: its last."""
+    return next(x.attention.num_heads for x in spec.layers if x.attention.mamba is not None)
+
+
+def _mixed(tensor: Tensor, spec: DecoderSpec) -> Tensor:
+    return tensor[: len(tensor) - _steps(spec)]
+
+
+def _gates(tensor: Tensor, spec: DecoderSpec) -> Tensor:
+    return tensor[len(tensor) - _steps(spec) :]
+
+
+def mamba_rules(at: str = "model.layers.{i}.mamba") -> tuple[Rule, ...]:
+    """Names of a layer's tensors."""
+    own = "layers.{i}.attention"
+    plain = (("A_log", "rates"), ("dt_bias", "shift"), ("D", "skip"), ("norm.weight", "norm"))
+    return (
+        Rename(f"{at}.in_proj.{{p}}", f"{own}.mixed.{{p}}", _mixed, of_rows=True),
+        Share(f"{at}.in_proj.{{p}}", f"{own}.gates.{{p}}", _gates, of_rows=True),
+        Rename(f"{at}.conv1d.{{p}}", f"{own}.conv.{{p}}"),
+        Rename(f"{at}.out_proj.{{p}}", f"{own}.out.{{p}}"),
+        *(Rename(f"{at}.{theirs}", f"{own}.{ours}.weight") for theirs, ours in plain),
+    )
+
+
+def mamba_heads(c: ConfigReader, eps: float) -> AttentionSpec:
+    """The layer that `mamba_…` describe. eps: of its norm."""
+    c.get("mamba_chunk_size")  # of kernels that take many tokens at a time
+    limit = c.get("time_step_limit")
+    if limit not in _UNLIMITED:
+        raise UnsupportedModelError(
+            f"time_step_limit {limit!r} isn't built: steps of Mamba 2 are as long as they come."
+        )
+    for key in _TRAINED:
+        c.get(key)
+    heads, groups = c.integer("mamba_n_heads", 128), c.integer("mamba_n_groups", 1)
+    inner = c.integer("mamba_expand", 2) * c.integer("hidden_size")
+    dim = c.get("mamba_d_head", "auto")
+    dim = inner // heads if dim in ("auto", None) else c.integer("mamba_d_head")
+    if dim * heads != inner:
+        raise UnsupportedModelError(
+            f"mamba_n_heads {heads} of mamba_d_head {dim} aren't the {inner} that mamba_expand "
+            "times hidden_size is."
+        )
+    key_dim = c.integer("mamba_d_state", 256)
+    if heads % groups or key_dim % 16:
+        raise UnsupportedModelError(
+            f"mamba_n_heads {heads} in mamba_n_groups {groups} with mamba_d_state {key_dim} aren't "
+            "built: the first must be a multiple of the second, and the last one of 16."
+        )
+    width, biased = c.integer("mamba_d_conv", 4), c.flag("mamba_conv_bias", True)
+    bias = c.flag("mamba_proj_bias", False)
+    mamba = MambaSpec(dim, width, eps, biased)
+    return AttentionSpec(
+        heads, groups, key_dim, 1.0, None, qkv_bias=bias, out_bias=bias, mamba=mamba
+    )
+
+
+def some_attend(kinds: list[AttentionSpec]) -> list[AttentionSpec]:
+    """`kinds`, of a model some of whose layers attend. Raises UnsupportedModelError for others."""
+    if all(kind.has_state for kind in kinds):
+        raise UnsupportedModelError(
+            "No layer attends, as config.json says; models some of whose layers do are built."
+        )
+    return kinds
