@@ -73,7 +73,8 @@ def lora_add_(
 
     y [T, N] of x.dtype or float32, x [T, K], rows of both may be strided; adapters [T] int32 below
     A, negative: none, and the row isn't touched. down [A, R, K] and up [A, N, R] of x.dtype, each
-    in rows or each matrix in panels; smaller ranks are padded with zeros. scaling [A] float32, alpha / rank.
+    in rows or each matrix in panels; smaller ranks are padded with zeros. scaling [A] float32,
+    alpha / rank.
     x · downᵀ is summed in float32 and rounded to x.dtype once, as the two modules that an adapter
     is trained as round it, and so that the second product has factors of 16 bits; that is summed
     in float32, scaled, added to y, and rounded once.
