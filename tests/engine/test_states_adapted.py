@@ -11,6 +11,8 @@ from torch import nn
 from penstock import LLM, LoRARequest, SamplingParams
 from penstock.errors import UnsupportedModelError
 from penstock.kernels import native
+from penstock.pipeline.export import export_model
+from penstock.pipeline.new_weights import NewWeights
 
 from ..lora_files import write_adapter
 from ..models.tiny import Tiny, make_tiny
@@ -101,3 +103,5 @@ def test_gates_of_a_rule_are_merged_only(tmp_path: Path) -> None:
     write_adapter(tmp_path / "c", [("model.layers.1.linear_attn.conv1d", (192, 3))])
     with pytest.raises(UnsupportedModelError, match=r"changes a convolution .*isn't built"):
         llm.load_lora("c", tmp_path / "c")
+    with pytest.raises(UnsupportedModelError, match=r"changes a convolution .*isn't built"):
+        export_model(model.folder, tmp_path / "e", weights=NewWeights(merge_lora=tmp_path / "c"))

@@ -25,9 +25,9 @@ PROMPT = 30
 """Tokens: beyond all windows but Phi-3's, and the answer begins a block."""
 
 ALIKE = ("llama", "qwen2", "smollm3", "olmoe", "olmo3", "gemma", "cohere", "glm", "seed-oss")
-ALIKE += ("ministral", "ministral3", "exaone4")
+ALIKE += ("ministral", "ministral3", "exaone4", "granite-moe", "granite-moe-shared")
 """Families whose kernels others call with the same choices: mistral, qwen3, qwen3-moe, olmo2,
-gemma2, cohere2, glm4.
+gemma2, cohere2, glm4, and gpt-oss, granite together.
 """
 
 

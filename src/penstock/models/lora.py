@@ -87,6 +87,11 @@ class LoraFiles:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises WeightsError where A and B don't change a matrix of that shape."""
+        if len(shape) == 3:
+            raise UnsupportedModelError(
+                f"The adapter in {self.folder} changes a convolution ({name}), which isn't built: "
+                "train one without."
+            )
         if len(self._parts[name]) < 2:
             raise WeightsError(f"The adapter in {self.folder} has only half of {name}.")
         for key in self._parts[name].values():
