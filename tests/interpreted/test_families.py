@@ -18,18 +18,11 @@ from tests.models.seeing import (
     make_qwen3,
     picture,
 )
-from tests.models.tiny import FAMILIES, STATED, make_tiny
+from tests.models.tiny import FAMILIES, STATED, each_kind, make_tiny
 
 LENGTH = 4
 PROMPT = 30
 """Tokens: beyond all windows but Phi-3's, and the answer begins a block."""
-
-ALIKE = ("llama", "qwen2", "smollm3", "olmoe", "olmo3", "gemma", "cohere", "glm", "seed-oss")
-ALIKE += ("ministral", "ministral3", "exaone4", "granite-moe", "granite-moe-shared")
-"""Families whose kernels others call with the same choices: mistral, qwen3, qwen3-moe, olmo2,
-gemma2, cohere2, glm4, and gpt-oss, granite together.
-"""
-
 
 ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", *STATED)
 """Families that no GPU runs yet."""
@@ -58,11 +51,7 @@ def test_a_picture(make: Callable[[Path], SeeingModel], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(f, marks=pytest.mark.slow if f in ALIKE else ())
-        for f in FAMILIES
-        if f not in ON_CPUS
-    ],
+    each_kind(f for f in FAMILIES if f not in ON_CPUS),
 )
 def test_greedy_tokens(family: str, tmp_path: Path) -> None:
     tiny = make_tiny(family, tmp_path)

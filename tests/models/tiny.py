@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -439,6 +439,17 @@ STATED += ("granite-hybrid", "granite-hybrid-moe", "bamba")
 DIVISIBLE = [name for name in CASES if name not in STATED]
 """Those that ranks can share."""
 FAMILIES += STATED
+ALIKE = ("llama", "qwen2", "smollm3", "olmoe", "olmo3", "gemma", "cohere", "glm", "seed-oss")
+ALIKE += ("ministral", "ministral3", "exaone4", "granite-moe", "granite-moe-shared", "bamba")
+"""Families whose operators others call with the same choices: mistral, qwen3, qwen3-moe, olmo2,
+gemma2, cohere2, glm4, granite-hybrid, and gpt-oss and granite together.
+"""
+
+
+def each_kind(names: Iterable[str] = FAMILIES) -> list[Any]:
+    """Families, of which those that are like others are for slow runs."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow if name in ALIKE else ()) for name in names]
 
 
 def make_model(case: Case, seed: int = 0) -> Any:

@@ -17,7 +17,7 @@ from penstock.runtime import HiddenRunner, Runtime, compile_counter, load_runtim
 from penstock.runtime.engine_folder import Limits
 from penstock.runtime.mapping import mapped_files
 from tests.models.stories import shallow
-from tests.models.tiny import FAMILIES, make_tiny
+from tests.models.tiny import each_kind, make_tiny
 from tests.pipeline.conftest import Build, needs_native
 
 FORMATS = ["w8a16", "w8a8"]
@@ -74,7 +74,7 @@ def test_every_cache(engine_of: Build, kind: str) -> None:
     assert_same(engine_of(**chosen), "stories", **chosen)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", each_kind())
 def test_families(name: str, engine_of: Build, tmp_path: Path) -> None:
     folder = make_tiny(name, tmp_path / "model").folder
     engine = engine_of(folder, dtype="float32", max_model_len=128)

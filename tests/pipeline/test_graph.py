@@ -16,7 +16,7 @@ from penstock.pipeline.nodes import arguments, calls
 from penstock.runtime import Forward
 from penstock.step import KV, Step
 from tests.exactness.bits import Machine, build, prompt
-from tests.models.tiny import FAMILIES, make_tiny
+from tests.models.tiny import each_kind, make_tiny
 
 FORMATS = {
     "float32": (torch.float32, None),
@@ -80,7 +80,7 @@ def test_every_cache(decoder: Decoder, kv: str) -> None:
     assert torch.equal(steps(machine(decoder, made.bind(weights_of(decoder)), kv)), want)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", each_kind())
 def test_every_family(name: str, tmp_path: Path) -> None:
     decoder = make_tiny(name, tmp_path).load("bfloat16").model
     made = export_graph(decoder, Machine(decoder).kv)

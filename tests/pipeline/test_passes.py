@@ -18,7 +18,7 @@ from penstock.pipeline.graph import retrace, weights_of
 from penstock.pipeline.nodes import calls, insert
 from penstock.runtime import Program
 from tests.exactness.bits import Machine, build
-from tests.models.tiny import CASES, make_tiny
+from tests.models.tiny import CASES, each_kind, make_tiny
 from tests.pipeline.test_graph import FORMATS, machine, steps
 
 FIRST = list(PASSES)[:4]
@@ -64,7 +64,7 @@ def test_every_format(name: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_kind(CASES))
 def test_all_of_them_give_the_decoders_own_operators(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -41,9 +41,11 @@ def read_config(c: ConfigReader) -> ModelSpec:
     c.assume(num_key_value_heads=8, max_position_embeddings=262_144)
     for key in ("num_logits_to_keep", "z_loss_coefficient"):
         c.get(key)  # of training, or of transformers' memory
-    c.only("attn_rotary_emb", (64,), 64)
+    c.only("partial_rotary_factor", (0.5,), 0.5)  # where it is said beside others, it counts
     dim, count = head_dim(c), c.integer("num_hidden_layers")
-    attends = attention(c, rope(c, dim, partial=0.5), dim, bias=c.flag("attention_bias", False))
+    turns = rope(c, dim, partial=0.5)
+    c.only("attn_rotary_emb", (turns.rotary_dim,), turns.rotary_dim)
+    attends = attention(c, turns, dim, bias=c.flag("attention_bias", False))
     remembers = mamba_heads(c, c.number("rms_norm_eps", 1e-5))
     at = c.get("attn_layer_indices") or []
     if not isinstance(at, list) or any(type(i) is not int or not 0 <= i < count for i in at):

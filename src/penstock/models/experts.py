@@ -65,7 +65,7 @@ def are_in_turns(config: Mapping[str, Any]) -> bool:
 
 def warn_of_names(config: Mapping[str, Any]) -> None:
     """Say so where experts are written one by one, which no other engine expects."""
-    granite = "granitemoe" in str(config.get("model_type")) and config.get("num_local_experts")
+    granite = "granitemoe" in str(config.get("model_type")) and config.get("num_local_experts", 8)
     if granite or are_in_turns(config):
         logger.warning(
             "Experts of a %s are written one by one (experts.0.gate_proj.weight, …), which "

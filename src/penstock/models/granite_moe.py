@@ -89,13 +89,16 @@ def read_config(c: ConfigReader) -> ModelSpec:
 def read_shared_config(c: ConfigReader) -> ModelSpec:
     """The same with a block beside the experts."""
     kinds = [granite_heads(c)] * c.integer("num_hidden_layers")
-    mlp = _mixed(c, _shared(c))
+    mlp = _mixed(c, _shared(c, 0))
     return _spec(c, "granite_moe", kinds, mlp, *_EXPERTS, *_block_rules("mlp.shared"))
 
 
-def _shared(c: ConfigReader) -> int:
-    size = c.get("shared_intermediate_size", 1024)
-    return size if size == 0 and type(size) is int else c.integer("shared_intermediate_size", 1024)
+def _shared(c: ConfigReader, default: int = 1024) -> int:
+    """What lies between the matrices of the block that all tokens go through; 0: there is none."""
+    size = c.get("shared_intermediate_size", default)
+    return (
+        size if size == 0 and type(size) is int else c.integer("shared_intermediate_size", default)
+    )
 
 
 @register("GraniteMoeHybridForCausalLM")

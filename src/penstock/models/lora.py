@@ -142,6 +142,7 @@ class LoraFiles:
 
     def strange(self, names: list[str]) -> WeightsError:
         """The error for matrices that the model lacks."""
+        names = list(dict.fromkeys(names))
         return WeightsError(
             f"The adapter in {self.folder} changes {len(names)} matrices that the model "
             f"lacks: {', '.join(names[:3])}. It belongs to another model."

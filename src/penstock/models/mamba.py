@@ -30,11 +30,11 @@ def _steps(spec: DecoderSpec) -> int:
 
 
 def _mixed(tensor: Tensor, spec: DecoderSpec) -> Tensor:
-    return tensor[: len(tensor) - _steps(spec)]
+    return tensor[: tensor.shape[0] - _steps(spec)]
 
 
 def _gates(tensor: Tensor, spec: DecoderSpec) -> Tensor:
-    return tensor[len(tensor) - _steps(spec) :]
+    return tensor[tensor.shape[0] - _steps(spec) :]
 
 
 def mamba_rules(at: str = "model.layers.{i}.mamba") -> tuple[Rule, ...]:
@@ -52,6 +52,7 @@ def mamba_rules(at: str = "model.layers.{i}.mamba") -> tuple[Rule, ...]:
 
 def mamba_heads(c: ConfigReader, eps: float) -> AttentionSpec:
     """The layer that `mamba_…` describe. eps: of its norm."""
+    c.only("hidden_act", ("silu", "swish"), "silu")  # the convolution's too, and that is built so
     c.get("mamba_chunk_size")  # of kernels that take many tokens at a time
     limit = c.get("time_step_limit")
     if limit not in _UNLIMITED:

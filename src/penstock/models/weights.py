@@ -124,6 +124,7 @@ def load_weights(
     for target, shape in expected.items():
         if modules[target.rpartition(".")[0]].elsewhere:
             continue
+        _check_halves(plans[target], modules[target.rpartition(".")[0]], checkpoint)
         tensor = _assemble(plans[target], checkpoint, spec, room)
         if tuple(tensor.shape) != shape:
             raise _disagrees(target, plans[target], shape, tuple(tensor.shape), spec)
@@ -159,8 +160,8 @@ def check_complete(
     shape, by their names and shapes: nothing is read.
     """
     model = Decoder(spec.decoder, formats, dtype, 1)
-    modules = ((n, m) for n, m in model.named_modules() if isinstance(m, Loadable))
-    expected = {f"{n}.{p}": s for n, m in modules for p, s in m.expected().items()}
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, Loadable)}
+    expected = {f"{n}.{p}": s for n, m in modules.items() for p, s in m.expected().items()}
     plans, unknown = plan_weights(checkpoint.names(), spec)
     table = plans.pop("embed.weight", None) if spec.decoder.tied else None
     if table is not None:
@@ -170,10 +171,23 @@ def check_complete(
     _check_complete(plans, unknown, expected, spec)
     for target, shape in expected.items():
         plan = plans[target]
+        _check_halves(plan, modules[target.rpartition(".")[0]], checkpoint)
         found = [checkpoint.shape(part) for part in plan.parts if part is not None]
         whole = (sum(part[0] for part in found), *found[0][1:])
         if plan.rule.transform is None and whole != shape:
             raise _disagrees(target, plan, shape, whole, spec)
+
+
+def _check_halves(plan: WeightPlan, module: Loadable, checkpoint: Source) -> None:
+    """Raises WeightsError for a gate and an up that differ in shape, though together they fit."""
+    parts = [part for part in plan.parts if part is not None]
+    if len(parts) == 2 and getattr(module, "gated", False):
+        gate, up = (checkpoint.shape(part) for part in parts)
+        if gate != up:
+            raise WeightsError(
+                f"{parts[0]} has the shape {list(gate)} and {parts[1]} {list(up)}, which must be "
+                "the same."
+            )
 
 
 def _disagrees(
@@ -191,17 +205,32 @@ def _unsaid(spec: ModelSpec) -> str:
     return f" config.json doesn't say {sizes}: those are defaults." if sizes else ""
 
 
-def _sources(target: str, spec: ModelSpec) -> str:
-    """What a parameter is made of, by the one rule that gives it; its own name where many do."""
+def _sources(target: str, spec: ModelSpec, known: set[str]) -> str:
+    """What a parameter is made of: where several rules give it, by the one with most of whose names
+    others begin. known: what tensors' names begin with, dot by dot.
+    """
     if spec.decoder.tied and target == "head.weight":
         target = "embed.weight"
-    found = []
+    found: list[list[str]] = []
     for rule in spec.rules:
         if not isinstance(rule, Ignore):
             match = _compile(rule.target).fullmatch(target)
             if match:
                 found.append([_fill(source, match.groupdict()) for source in rule.sources])
-    return " and ".join(found[0]) if len(found) == 1 else target
+
+    def begins(sources: list[str]) -> int:
+        return max(len(start) for start in _starts(sources[0]) if start in known)
+
+    if not found:
+        return target
+    best = max(found, key=begins)
+    return " and ".join(best)
+
+
+def _starts(name: str) -> Iterator[str]:
+    """ "", "a" and "a.b" of "a.b.c"."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(len(parts)))
 
 
 def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room) -> Tensor | Codes:
@@ -216,7 +245,7 @@ def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room)
         if plan.rule.transform is None:
             return tensor
         return plan.rule.transform(tensor, spec.decoder).contiguous()  # packing reads rows
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{p} {list(t.shape)}" for p, t in zip(plan.parts, tensors, strict=True))
         raise WeightsError(f"These tensors don't fit together: {shapes}. {error}") from error
 
@@ -282,7 +311,7 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
         logger.warning(
             "%d quantized tensors are widened to %s: this family's matrices have their values in "
             "another order, or put them beside others that are quantized otherwise, or they are "
-            "routers, or gates of a delta rule: %s.",
+            "routers, or say how far states fade: %s.",
             len(widened), plain.name, _some(widened),
         )  # fmt: skip
     layers = [f for module, f in found.items() if module != "head"]
@@ -360,7 +389,11 @@ def _check_complete(
             if part is None:
                 missing.append(f"{target} (from {plan.rule.sources[position]})")
     if missing:
-        shown = [_sources(target, spec) for target in missing[:5]]  # of those that are named
+        known = {start for p in plans.values() for x in p.parts if x for start in _starts(x)} | {""}
+        shares = [_compile(rule.target) for rule in spec.rules if isinstance(rule, Share)]
+        others = [t for t in missing if not any(share.fullmatch(t) for share in shares)]
+        missing = others or missing  # what shares a tensor lacks no other one
+        shown = [_sources(target, spec, known) for target in missing[:5]]  # of those that are named
         raise WeightsError(
             f"The checkpoint lacks {len(missing)} of the tensors of {spec.family!r}: "
             f"{_some(shown + missing[5:])}. It was cut off, or is another model's than config.json "

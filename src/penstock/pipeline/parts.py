@@ -61,9 +61,9 @@ class Parts:
         if moved:
             raise UnsupportedModelError(
                 f"{spec.family!r} checkpoints hold {len(moved)} matrices with their values in "
-                f"another order ({plans[moved[0]].parts[0]}), so codes can't be handed back to "
-                "them. Models of this family are rounded as they are loaded: "
-                "quantization='w8a8', 'w4a8'."
+                "another order, or beside rows that no format rounds "
+                f"({plans[moved[0]].parts[0]}), so codes can't be handed back to them. Models of "
+                "this family are rounded as they are loaded: quantization='w8a8', 'w4a8'."
             )
         missing = [t for t, plan in plans.items() if None in plan.parts]
         if missing:

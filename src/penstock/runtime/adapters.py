@@ -301,7 +301,11 @@ class Adapters:
         plans = {target.removesuffix(".weight"): plan for target, plan in found.items()}
         beyond = [name for name in plans if name not in self._places]
         apart = (".router", ".shared_gate", ".attention.gates", OF_HEADS)
-        mixed = [name for name in beyond if stored_in(name) != name or name.endswith(apart)]
+        mixed = [
+            name
+            for name in beyond
+            if (stored_in(name) != name or name.endswith(apart)) and self._has(name)
+        ]
         if mixed:
             parts = [part for name in mixed for part in plans[name].parts if part is not None]
             more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
@@ -341,6 +345,14 @@ class Adapters:
                 "(penstock export --merge-lora)."
             )
         return plans
+
+    def _has(self, name: str) -> bool:
+        """Whether the model has a module of that name: not all layers have gates."""
+        if not name.endswith(".attention.gates"):
+            return True
+        layer = int(name.split(".")[1])
+        layers = self._spec.decoder.layers
+        return layer < len(layers) and layers[layer].attention.remembers is not None
 
     def _write(
         self, change: Change, slot: int, linear: Linear, down: Tensor, up: Tensor, folder: Path

@@ -188,6 +188,14 @@ def write_config(
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in c.layer_types])
     elif getattr(c, "sliding_window", None) and c.model_type in ("mistral", "mixtral", "cohere2"):
         writer.add_sliding_window(c.sliding_window)
+    if arch == "granite":  # a Granite 4 without states says all this of what it hasn't
+        writer.add_ssm_conv_kernel(4)
+        writer.add_ssm_state_size(256)
+        writer.add_ssm_group_count(1)
+        writer.add_ssm_inner_size(2 * c.hidden_size)
+        writer.add_ssm_time_step_rank(128)
+        writer.add_expert_shared_feed_forward_length(c.intermediate_size)
+        writer.add_expert_used_count(0)
     if "granite" in arch:
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_embedding_scale(c.embedding_multiplier)
@@ -245,6 +253,9 @@ def write_mamba(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_ssm_inner_size(c.mamba_expand * c.hidden_size)
     writer.add_ssm_time_step_rank(c.mamba_n_heads)
     writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
+    if not c.num_local_experts:
+        writer.add_expert_count(0)
+        writer.add_expert_used_count(c.num_experts_per_tok)
 
 
 def write_delta(writer: gguf.GGUFWriter, c: Any, arch: str, guesses: int) -> None:

@@ -149,7 +149,7 @@ class DeltaOrder:
     def values(self, stem: str, tensor: TensorInfo, values: Tensor) -> Tensor:
         """What `rows` gave, as values: logarithms of rates, and what blocks were in the way of."""
         if stem == "ssm_a":
-            if not (values <= 0).all():
+            if (values > 0).any():
                 raise WeightsError(f"{tensor.name} has values above 0, which no rates have there.")
             return values.float().neg().log()
         if not self.moves_blocks(stem, tensor):

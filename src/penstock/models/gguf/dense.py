@@ -56,6 +56,11 @@ def granite_config(
     usual = config["head_dim"] ** -0.5
     config["attention_multiplier"] = m.number(m.own("attention.scale"), 0.0) or usual
     config["logits_scaling"] = m.number(m.own("logit_scale"), 1.0) or 1.0
+    if m.architecture in ("granite", "granitemoe"):  # Granite 4 without states or experts
+        for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+            m.get(m.own(f"ssm.{key}"))
+        if not m.integer(m.own("expert_count"), 0):
+            m.get(m.own("expert_shared_feed_forward_length"))
     return config
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.errors import WeightsError
+from penstock.errors import UnsupportedModelError, WeightsError
 from penstock.models.gguf.container import Container, TensorInfo
 from penstock.models.gguf.dense import granite_config
 from penstock.models.gguf.metadata import Metadata
@@ -56,7 +56,7 @@ def scanned_shape(stem: str, tensor: TensorInfo) -> tuple[int, ...]:
 def scanned_values(stem: str, tensor: TensorInfo, values: Tensor) -> Tensor:
     """A tensor's values as a checkpoint has them: logarithms of rates."""
     if stem == "ssm_a":
-        if not (values <= 0).all():
+        if (values > 0).any():
             raise WeightsError(f"{tensor.name} has values above 0, which no rates have there.")
         values = values.float().neg().log()
     return values.flatten() if stem in _FLAT else values
@@ -66,11 +66,10 @@ def _mixed(m: Metadata, c: Container, config: Config) -> Config:
     """With experts, and what all tokens go through beside them."""
     shared = m.integer(m.own("expert_shared_feed_forward_length"), 0)
     experts = m.integer(m.own("expert_count"), 0)
+    chosen = m.integer(m.own("expert_used_count"), 0)  # said of models without any, too
     config["num_local_experts"] = experts
     config["shared_intermediate_size"] = shared
-    if experts:
-        config["num_experts_per_tok"] = m.integer(m.own("expert_used_count"))
-    return config
+    return config | ({"num_experts_per_tok": chosen} if experts else {})
 
 
 def _granite_moe(m: Metadata, c: Container) -> Config:
@@ -89,13 +88,19 @@ def _granite_hybrid(m: Metadata, c: Container) -> Config:
     config = _mixed(m, c, config)
     if not config["num_local_experts"]:
         config["shared_intermediate_size"] = config["intermediate_size"]
+    if "partial_rotary_factor" in config:
+        raise UnsupportedModelError(
+            f"{c.path} turns a part of each head, as Bamba does, which isn't built from GGUF: "
+            "take its safetensors."
+        )
     if config.pop("mlp_bias"):
         raise m.fail("blk.0.ffn_up.bias", "there", "absent: biases there aren't built")
     heads, inner = m.integer(m.own("ssm.time_step_rank")), m.integer(m.own("ssm.inner_size"))
-    if not heads or inner % heads or inner % config["hidden_size"]:
+    hidden = config["hidden_size"]
+    if not heads or inner % heads or not hidden or inner % hidden:
         raise m.fail(
             m.own("ssm.inner_size"), inner,
-            f"a multiple of the {heads} heads and of the embedding's {config['hidden_size']}",
+            f"a multiple of the {heads} heads and of the embedding's {hidden}",
         )  # fmt: skip
     turns = m.flag(m.own("rope.scaling.finetuned"), True)
     attends = next(i for i, count in enumerate(each) if count)
@@ -105,7 +110,7 @@ def _granite_hybrid(m: Metadata, c: Container) -> Config:
         "attention_bias": f"blk.{attends}.attn_q.bias" in c.tensors,
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
-        "mamba_expand": inner // config["hidden_size"],
+        "mamba_expand": inner // hidden,
         "mamba_n_groups": m.integer(m.own("ssm.group_count")),
         "mamba_d_state": m.integer(m.own("ssm.state_size")),
         "mamba_d_conv": m.integer(m.own("ssm.conv_kernel")),

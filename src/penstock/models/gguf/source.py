@@ -20,7 +20,7 @@ from penstock.models.gguf.blocks import Bytes
 from penstock.models.gguf.config import generation_config, is_tied, main_dtype, read_gguf_config
 from penstock.models.gguf.container import Container, TensorInfo, read_container
 from penstock.models.gguf.delta import DeltaOrder, Mixed
-from penstock.models.gguf.joined import HeadPair, Stacked
+from penstock.models.gguf.joined import HeadPair, Stacked, wrong
 from penstock.models.gguf.mamba import scanned_shape, scanned_values
 from penstock.models.gguf.parts import Architecture
 from penstock.models.gguf.rope import FACTORS
@@ -214,10 +214,14 @@ class GgufSource:
         """Granite's `input_linear` of gate and up, which are taken away."""
         at = "shared_mlp."
         for name in [name for name in self._where if name.endswith(f"{at}gate_proj.weight")]:
-            other = name.replace("gate_proj", "up_proj")
-            if other in self._where:
-                parts = self._where.pop(name)[1], self._where.pop(other)[1]
-                yield name.replace("gate_proj", "input_linear"), Stacked(parts)
+            other, gate = name.replace("gate_proj", "up_proj"), self._where.pop(name)[1]
+            if other not in self._where:
+                lacks = gate.name.replace("_gate", "_up")
+                raise WeightsError(f"{self.path} has {gate.name}, but lacks {lacks}.")
+            up = self._where.pop(other)[1]
+            if up.shape != gate.shape:
+                raise wrong(up, f"{list(gate.shape)}, that of {gate.name}")
+            yield name.replace("gate_proj", "input_linear"), Stacked((gate, up))
 
     def _guesses(self, name: str) -> bool:
         """Whether a tensor is of a layer behind the last one, which guesses tokens ahead."""
