@@ -32,7 +32,7 @@ Run = Callable[..., Result]
 LATENTS = {"q", "q_down", "q_up", "kv", "heads"}
 MIXED = {"experts", "shared_up", "shared_down"}
 DELTA = {"delta", "gate", "gates", "mixed"}
-STATED = DELTA | {"conv"}
+STATED = DELTA | {"conv", "mamba"}
 ROWS = set(OPS) - {"norm", "softcap"} - LATENTS - MIXED - STATED
 """What a Llama shows: its matrices take the norms along, and there are neither cap nor experts."""
 
