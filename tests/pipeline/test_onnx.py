@@ -58,7 +58,17 @@ class Session:
         return logits
 
 
-MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek", "glm4-moe", *STATED)
+MIXED = (
+    "mixtral",
+    "olmoe",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gpt-oss",
+    "deepseek",
+    "glm4-moe",
+    "granite-moe",
+)
+MIXED += STATED
 DENSE = [name for name in CASES if not name.startswith(MIXED)]
 
 
