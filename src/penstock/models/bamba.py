@@ -13,9 +13,10 @@ from penstock.models.common import (
     gated_mlp,
     head_dim,
     model_spec,
+    some_attend,
 )
 from penstock.models.config_reader import ConfigReader
-from penstock.models.mamba import mamba_heads, mamba_rules, some_attend
+from penstock.models.mamba import MAMBA_RULES, mamba_heads
 from penstock.models.registry import register
 from penstock.models.rope import rope
 from penstock.models.spec import ModelSpec, Rename, Rule, Stack
@@ -30,7 +31,7 @@ _RULES: tuple[Rule, ...] = (
         "layers.{i}.mlp.up.{p}",
     ),
     Rename(f"{_AT}.feed_forward.down_proj.{{p}}", "layers.{i}.mlp.down.{p}"),
-    *mamba_rules(),
+    *MAMBA_RULES,
     *DENSE_RULES,
 )
 

@@ -351,6 +351,15 @@ def layer_kinds(key: str, types: Any, kinds: Mapping[str, Kind], count: int) -> 
     return [kinds[kind] for kind in types]
 
 
+def some_attend(kinds: list[AttentionSpec]) -> list[AttentionSpec]:
+    """`kinds`, of a model some of whose layers attend. Raises UnsupportedModelError for others."""
+    if all(kind.has_state for kind in kinds):
+        raise UnsupportedModelError(
+            "No layer attends, as config.json says; models some of whose layers do are built."
+        )
+    return kinds
+
+
 def mixing_layers(c: ConfigReader, count: int) -> list[bool]:
     """Which layers have experts: every `decoder_sparse_step`th, but those of `mlp_only_layers`."""
     step, plain = c.integer("decoder_sparse_step", 1), c.get("mlp_only_layers", [])

@@ -17,10 +17,11 @@ from penstock.models.common import (
     experts,
     layer_kinds,
     model_spec,
+    some_attend,
 )
 from penstock.models.config_reader import ConfigReader
 from penstock.models.granite import granite_heads, with_multipliers
-from penstock.models.mamba import MAMBA_KEYS, mamba_heads, mamba_rules, some_attend
+from penstock.models.mamba import MAMBA_KEYS, MAMBA_RULES, mamba_heads
 from penstock.models.registry import register
 from penstock.models.spec import ModelSpec, Rename, Rule
 from penstock.nn.spec import AttentionSpec, LayerSpec, MlpSpec
@@ -120,4 +121,4 @@ def read_hybrid_config(c: ConfigReader) -> ModelSpec:
             )
         mlp = MlpSpec(_shared(c), activation(c, "hidden_act", "silu"))
         rules = _block_rules("mlp")
-    return _spec(c, "granite_hybrid", kinds, mlp, *mamba_rules(), *rules)
+    return _spec(c, "granite_hybrid", kinds, mlp, *MAMBA_RULES, *rules)

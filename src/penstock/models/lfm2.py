@@ -19,6 +19,7 @@ from penstock.models.common import (
     head_dim,
     layer_kinds,
     model_spec,
+    some_attend,
 )
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import register
@@ -75,13 +76,7 @@ def _kinds(c: ConfigReader) -> list[AttentionSpec]:
         types = named
     if types is None:
         types = _named(list(range(count)), count)
-    found = layer_kinds("layer_types", types, kinds, count)
-    if attends not in found:
-        raise UnsupportedModelError(
-            "No layer attends, as layer_types or full_attn_idxs say; models some of whose layers "
-            "do are built."
-        )
-    return found
+    return some_attend(layer_kinds("layer_types", types, kinds, count))
 
 
 def _named(attending: Any, count: int) -> list[str]:

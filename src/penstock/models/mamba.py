@@ -37,17 +37,16 @@ def _gates(tensor: Tensor, spec: DecoderSpec) -> Tensor:
     return tensor[tensor.shape[0] - _steps(spec) :]
 
 
-def mamba_rules(at: str = "model.layers.{i}.mamba") -> tuple[Rule, ...]:
-    """Names of a layer's tensors."""
-    own = "layers.{i}.attention"
-    plain = (("A_log", "rates"), ("dt_bias", "shift"), ("D", "skip"), ("norm.weight", "norm"))
-    return (
-        Rename(f"{at}.in_proj.{{p}}", f"{own}.mixed.{{p}}", _mixed, of_rows=True),
-        Share(f"{at}.in_proj.{{p}}", f"{own}.gates.{{p}}", _gates, of_rows=True),
-        Rename(f"{at}.conv1d.{{p}}", f"{own}.conv.{{p}}"),
-        Rename(f"{at}.out_proj.{{p}}", f"{own}.out.{{p}}"),
-        *(Rename(f"{at}.{theirs}", f"{own}.{ours}.weight") for theirs, ours in plain),
-    )
+_AT, _OWN = "model.layers.{i}.mamba", "layers.{i}.attention"
+_VECTORS = (("A_log", "rates"), ("dt_bias", "shift"), ("D", "skip"), ("norm.weight", "norm"))
+MAMBA_RULES: tuple[Rule, ...] = (
+    Rename(f"{_AT}.in_proj.{{p}}", f"{_OWN}.mixed.{{p}}", _mixed, of_rows=True),
+    Share(f"{_AT}.in_proj.{{p}}", f"{_OWN}.gates.{{p}}", _gates, of_rows=True),
+    Rename(f"{_AT}.conv1d.{{p}}", f"{_OWN}.conv.{{p}}"),
+    Rename(f"{_AT}.out_proj.{{p}}", f"{_OWN}.out.{{p}}"),
+    *(Rename(f"{_AT}.{theirs}", f"{_OWN}.{ours}.weight") for theirs, ours in _VECTORS),
+)
+"""Names of a layer's tensors."""
 
 
 def mamba_heads(c: ConfigReader, eps: float) -> AttentionSpec:
@@ -82,12 +81,3 @@ def mamba_heads(c: ConfigReader, eps: float) -> AttentionSpec:
     return AttentionSpec(
         heads, groups, key_dim, 1.0, None, qkv_bias=bias, out_bias=bias, mamba=mamba
     )
-
-
-def some_attend(kinds: list[AttentionSpec]) -> list[AttentionSpec]:
-    """`kinds`, of a model some of whose layers attend. Raises UnsupportedModelError for others."""
-    if all(kind.has_state for kind in kinds):
-        raise UnsupportedModelError(
-            "No layer attends, as config.json says; models some of whose layers do are built."
-        )
-    return kinds

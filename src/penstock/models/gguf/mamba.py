@@ -5,6 +5,8 @@ Names and values are those of llama.cpp's converters (github.com/ggml-org/llama.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from penstock.errors import UnsupportedModelError, WeightsError
@@ -45,12 +47,7 @@ _FLAT = ("ssm_a", "ssm_d", "ssm_norm")
 
 def scanned_shape(stem: str, tensor: TensorInfo) -> tuple[int, ...]:
     """A tensor's shape as a checkpoint has it."""
-    if stem not in _FLAT:
-        return tensor.shape
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return (count,)
+    return (math.prod(tensor.shape),) if stem in _FLAT else tensor.shape
 
 
 def scanned_values(stem: str, tensor: TensorInfo, values: Tensor) -> Tensor:
@@ -62,7 +59,7 @@ def scanned_values(stem: str, tensor: TensorInfo, values: Tensor) -> Tensor:
     return values.flatten() if stem in _FLAT else values
 
 
-def _mixed(m: Metadata, c: Container, config: Config) -> Config:
+def _mixed(m: Metadata, config: Config) -> Config:
     """With experts, and what all tokens go through beside them."""
     shared = m.integer(m.own("expert_shared_feed_forward_length"), 0)
     experts = m.integer(m.own("expert_count"), 0)
@@ -73,7 +70,7 @@ def _mixed(m: Metadata, c: Container, config: Config) -> Config:
 
 
 def _granite_moe(m: Metadata, c: Container) -> Config:
-    config = _mixed(m, c, granite_config(m, c, "GraniteMoeForCausalLM"))
+    config = _mixed(m, granite_config(m, c, "GraniteMoeForCausalLM"))
     del config["mlp_bias"]
     if config["shared_intermediate_size"]:
         return config | {"architectures": ["GraniteMoeSharedForCausalLM"]}
@@ -85,7 +82,7 @@ def _granite_hybrid(m: Metadata, c: Container) -> Config:
     """Layers without heads of keys have states."""
     each = heads_by_layer(m, c, "states")
     config = granite_config(m, c, "GraniteMoeHybridForCausalLM", max(each))
-    config = _mixed(m, c, config)
+    config = _mixed(m, config)
     if not config["num_local_experts"]:
         config["shared_intermediate_size"] = config["intermediate_size"]
     if "partial_rotary_factor" in config:
