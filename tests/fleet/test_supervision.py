@@ -25,7 +25,7 @@ from penstock.fleet.group import Group
 from penstock.fleet.link import Link
 from penstock.fleet.process import LocalInstance
 from penstock.fleet.worker import Worker
-from penstock.server import Limits
+from penstock.server import Limits, ServerConfig
 from penstock.server.errors import ApiError
 from penstock.server.sse import dumps
 from tests.fleet.conftest import Pair, Running, elsewhere, front, running
@@ -349,8 +349,8 @@ def local() -> Iterator[Running]:
     patch.setattr("penstock.fleet.worker._PROBE_TIMEOUT_S", 0.3)
     models = tuple(ModelConfig(x, "stories", (0, 1), SMALL) for x in "ab")
     always = ModelConfig("c", "stories", options=SMALL)
-    config = FleetConfig((*models, always), front(), max_loaded=2)
-    with running(config) as fleet:
+    patient = ServerConfig(shutdown_timeout_s=30)  # a stream of 700 tokens ends in that
+    with running(FleetConfig((*models, always), patient, max_loaded=2)) as fleet:
         fleet.until(lambda x: x["state"] == "ready")
         yield fleet
     patch.undo()
