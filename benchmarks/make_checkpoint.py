@@ -247,10 +247,14 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden)
     }
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    last = "norm"
+    if config["model_type"] == "lfm2":
+        norms, last = ["operator_norm", "ffn_norm"], "embedding_norm"
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         if "layer_types" in config:
-            shapes |= {f"{layer}{n}": s for n, s in _hybrid_attention(config, i).items()}
+            shapes |= {f"{layer}{n}": s for n, s in _mixer(config, i).items()}
         elif "kv_lora_rank" in config:
             shapes |= {f"{layer}self_attn.{n}": s for n, s in _latent_attention(config).items()}
         else:
@@ -267,13 +271,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}mlp.gate.weight"] = (count, hidden)
             if config.get("topk_method") == "noaux_tc":
                 shapes[f"{layer}mlp.gate.e_score_correction_bias"] = (count,)
-        for block, wide in _feed_forwards(config, i):
-            shapes[f"{layer}{block}.gate_proj.weight"] = (wide, hidden)
-            shapes[f"{layer}{block}.up_proj.weight"] = (wide, hidden)
-            shapes[f"{layer}{block}.down_proj.weight"] = (hidden, wide)
-        shapes[f"{layer}input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
+        shapes |= {f"{layer}{n}": s for n, s in _feed_forwards(config, i).items()}
+        shapes |= {f"{layer}{norm}.weight": (hidden,) for norm in norms}
+    shapes[f"model.{last}.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
@@ -299,43 +299,93 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _hybrid_attention(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    """A layer's gated delta rule, or its attention, whose queries bring gates along."""
-    hidden, dim = config["hidden_size"], config["head_dim"]
-    if config["layer_types"][layer] == "full_attention":
-        heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+def _mixer(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """What a layer of a hybrid mixes its tokens by: attention, or what its kind of state needs."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kind, family = config["layer_types"][layer], config["model_type"]
+    if kind == "linear_attention":
+        return {f"linear_attn.{n}": s for n, s in _delta_rule(config).items()}
+    if kind == "mamba":
+        return {f"mamba.{n}": s for n, s in _mamba(config).items()}
+    if kind == "conv":
         return {
-            "self_attn.q_proj.weight": (2 * heads * dim, hidden),
-            "self_attn.k_proj.weight": (keys * dim, hidden),
-            "self_attn.v_proj.weight": (keys * dim, hidden),
-            "self_attn.o_proj.weight": (hidden, heads * dim),
-            "self_attn.q_norm.weight": (dim,),
-            "self_attn.k_norm.weight": (dim,),
+            "conv.in_proj.weight": (3 * hidden, hidden),
+            "conv.conv.weight": (hidden, 1, config["conv_L_cache"]),
+            "conv.out_proj.weight": (hidden, hidden),
         }
-    heads = config["linear_num_value_heads"]
+    dim, keys = config.get("head_dim", hidden // heads), config["num_key_value_heads"]
+    gated = 2 if config.get("attn_output_gate") else 1
+    found: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (gated * heads * dim, hidden),
+        "k_proj.weight": (keys * dim, hidden),
+        "v_proj.weight": (keys * dim, hidden),
+        ("out_proj" if family == "lfm2" else "o_proj") + ".weight": (hidden, heads * dim),
+    }
+    if family != "granitemoehybrid":
+        norm = "layernorm" if family == "lfm2" else "norm"
+        found |= {f"q_{norm}.weight": (dim,), f"k_{norm}.weight": (dim,)}
+    return {f"self_attn.{n}": s for n, s in found.items()}
+
+
+def _delta_rule(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """A layer's gated delta rule."""
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
     values = heads * config["linear_value_head_dim"]
     turned = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
     return {
-        "linear_attn.in_proj_qkv.weight": (turned, hidden),
-        "linear_attn.in_proj_z.weight": (values, hidden),
-        "linear_attn.in_proj_a.weight": (heads, hidden),
-        "linear_attn.in_proj_b.weight": (heads, hidden),
-        "linear_attn.conv1d.weight": (turned, 1, config["linear_conv_kernel_dim"]),
-        "linear_attn.A_log": (heads,),
-        "linear_attn.dt_bias": (heads,),
-        "linear_attn.norm.weight": (config["linear_value_head_dim"],),
-        "linear_attn.out_proj.weight": (hidden, values),
+        "in_proj_qkv.weight": (turned, hidden),
+        "in_proj_z.weight": (values, hidden),
+        "in_proj_a.weight": (heads, hidden),
+        "in_proj_b.weight": (heads, hidden),
+        "conv1d.weight": (turned, 1, config["linear_conv_kernel_dim"]),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (config["linear_value_head_dim"],),
+        "out_proj.weight": (hidden, values),
     }
 
 
-def _feed_forwards(config: dict[str, Any], layer: int) -> list[tuple[str, int]]:
-    """A layer's feed-forward blocks and their widths: one, or each expert's and what they share."""
+def _mamba(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """A layer's Mamba 2."""
+    hidden, heads = config["hidden_size"], config["mamba_n_heads"]
+    values = heads * config["mamba_d_head"]
+    turned = values + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    return {
+        "in_proj.weight": (values + turned + heads, hidden),
+        "conv1d.weight": (turned, 1, config["mamba_d_conv"]),
+        "conv1d.bias": (turned,),
+        "A_log": (heads,),
+        "D": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (values,),
+        "out_proj.weight": (hidden, values),
+    }
+
+
+def _feed_forwards(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """A layer's feed-forward blocks: one, or each expert's and what they share."""
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    if config["model_type"] == "granitemoehybrid":  # gates and what they gate are one matrix
+        width = config["shared_intermediate_size"]
+        return {
+            "shared_mlp.input_linear.weight": (2 * width, hidden),
+            "shared_mlp.output_linear.weight": (hidden, width),
+        }
+    names = ["gate_proj", "up_proj", "down_proj"]
+    blocks = [("mlp", width)]
     count = config.get("num_experts", config.get("n_routed_experts"))
-    if count is None or layer < config.get("first_k_dense_replace", 0):
-        return [("mlp", config["intermediate_size"])]
-    width, shared = config["moe_intermediate_size"], config.get("n_shared_experts", 0)
-    blocks = [(f"mlp.experts.{e}", width) for e in range(count)]
-    return blocks + [("mlp.shared_experts", shared * width)] * bool(shared)
+    if config["model_type"] == "lfm2":  # two thirds of what is said, in whole multiples
+        step = config["block_multiple_of"]
+        names, blocks = ["w1", "w3", "w2"], [("feed_forward", -(-(2 * width // 3) // step) * step)]
+    elif count is not None and layer >= config.get("first_k_dense_replace", 0):
+        width, shared = config["moe_intermediate_size"], config.get("n_shared_experts", 0)
+        blocks = [(f"mlp.experts.{e}", width) for e in range(count)]
+        blocks += [("mlp.shared_experts", shared * width)] * bool(shared)
+    found: dict[str, tuple[int, ...]] = {}
+    for block, wide in blocks:
+        shapes = [(wide, hidden), (wide, hidden), (hidden, wide)]
+        found |= {f"{block}.{n}.weight": s for n, s in zip(names, shapes, strict=True)}
+    return found
 
 
 def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:

@@ -19,7 +19,14 @@ from penstock.models.weights import plan_weights
 
 
 @pytest.mark.parametrize(
-    ("shape", "parameters"), [("qwen2.5-0.5b", 494_032_768), ("llama-3.2-1b", 1_235_814_400)]
+    ("shape", "parameters"),
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("lfm2-1.2b", 1_170_340_608),
+        ("granite-4.0-h-1b", 1_461_538_368),
+        ("qwen3.5-0.8b", 752_393_024),
+    ],
 )
 def test_shapes_are_transformers_own(
     make_checkpoint: ModuleType, tmp_path: Path, shape: str, parameters: int
