@@ -173,6 +173,10 @@ def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], 
 A = f"base_model.model.{Q}.lora_A.weight"
 
 
+def moved_to(module: str) -> Any:
+    return tensors(lambda t: t.update({A.replace("self_attn.q_proj", module): t[A].clone()}))
+
+
 @pytest.mark.parametrize(
     ("edit", "kind", "said"),
     [
@@ -193,6 +197,10 @@ A = f"base_model.model.{Q}.lora_A.weight"
             tensors(lambda t: t.update({A.replace(".0.", ".99."): t[A].clone()})),
             WeightsError,
             r"model lacks: model\.layers\.99\.self_attn\.q_proj",
+        ),
+        *(
+            (moved_to(x), WeightsError, "experts that lie in one tensor")
+            for x in ("mlp.experts", "mlp.experts.base_layer", "block_sparse_moe.input_linear")
         ),
         (tensors(lambda t: t.update({A: t[A].to(torch.int8)})), UnsupportedModelError, "holds I8"),
         (

@@ -36,6 +36,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 """Choices of an adapter that a plain product of two matrices stands for."""
 
+_EXPERTS = re.compile(
+    r"\.experts(\.base_layer|\.gate_up_proj|\.down_proj)?\.weight"
+    r"|\.block_sparse_moe\.(input|output)_linear\.weight"
+)
+"""Experts that lie in one tensor, as PEFT's target_parameters and Granite's files name them."""
+
 _FLOATS = ("F32", "F16", "BF16", "F64")
 """What matrices are stored in, by safetensors' names."""
 
@@ -143,9 +149,15 @@ class LoraFiles:
     def strange(self, names: list[str]) -> WeightsError:
         """The error for matrices that the model lacks."""
         names = list(dict.fromkeys(names))
+        why = "It belongs to another model."
+        if all(_EXPERTS.search(name) for name in names):
+            why = (
+                "It belongs to another model, or changes experts that lie in one tensor, which "
+                "isn't built: train it without."
+            )
         return WeightsError(
             f"The adapter in {self.folder} changes {len(names)} matrices that the model "
-            f"lacks: {', '.join(names[:3])}. It belongs to another model."
+            f"lacks: {', '.join(names[:3])}. {why}"
         )
 
 
