@@ -23,6 +23,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _freeze, _usual = gc.freeze, gc.get_threshold()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for other processes or measures times may fail once: other programs, on a shared
+    machine, held it up. The report tells of it. Nothing else gets a second try.
+    """
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("multiprocess", "alone")):
+            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests stay, so no collection need walk them: that took a third of the time."""
     gc.collect()
