@@ -81,9 +81,9 @@ class Head {
 
   void make_rows(int64_t t, int64_t count) {
     const int64_t dim = a_.key_dim;
-    sequence_.turn(t, count, query_at_, dim, nullptr, q_);
-    sequence_.turn(t, count, key_at_, dim, nullptr, k_);
-    sequence_.turn(t, count, value_at_, a_.value_dim, nullptr, v_);
+    sequence_.turn(t, count, query_at_, dim, q_);
+    sequence_.turn(t, count, key_at_, dim, k_);
+    sequence_.turn(t, count, value_at_, a_.value_dim, v_);
     const float share = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
     for (int64_t i = 0; i < count; i++) {
       unit(q_ + i * dim, share);
@@ -184,7 +184,7 @@ class Head {
     const int64_t dim = a_.value_dim;
     for (int64_t i = 0; i < count; i++) {
       const float* o = o_ + i * dim;
-      const T* z = static_cast<const T*>(a_.x) + (t + i) * a_.x_stride + a_.turned() + head_ * dim;
+      const T* z = static_cast<const T*>(a_.x) + (t + i) * a_.x_stride + a_.turned + head_ * dim;
       T* y = static_cast<T*>(a_.y) + (t + i) * a_.heads * dim + head_ * dim;
       const F16 scale = inverse_deviation(o, dim, 0.0f, a_.eps);
       for (int64_t j = 0; j < dim; j += 16)
@@ -193,7 +193,7 @@ class Head {
   }
 
   const DeltaArgs& a_;
-  const Sequence<T, DeltaArgs> sequence_;
+  const Sequence<T> sequence_;
   const int64_t head_;
   int64_t query_at_, key_at_, value_at_;  // columns
   bool brings_keys_;                      // of the value heads that share a key head, the first

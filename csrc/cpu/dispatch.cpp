@@ -10,7 +10,7 @@
 #include <new>
 #include <stdexcept>
 
-#include "delta.h"
+#include "states.h"
 #include "latent.h"
 #include "mixture.h"
 #include "records.h"

@@ -439,7 +439,7 @@ struct LoraArgs {
 // The products of the kernels in use.
 void lora_add(const LoraArgs& a);
 
-// Mixtures of experts (mixture.h), attention over latents (latent.h), layers with states (delta.h).
+// Mixtures of experts (mixture.h), attention over latents (latent.h), layers with states (states.h).
 struct RouteArgs;
 struct CombineArgs;
 struct TurnArgs;

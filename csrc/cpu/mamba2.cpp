@@ -18,7 +18,7 @@ class Heads {
  public:
   Heads(const MambaArgs& a, int64_t sequence, int64_t head, int64_t count)
       : a_(a), sequence_(a, sequence), head_(head), count_(count) {
-    const int64_t k = a.key_dim, v = a.value_dim, each = a.heads / a.groups;
+    const int64_t k = a.key_dim, v = a.value_dim, each = a.heads / a.key_heads;
     auto* at = static_cast<float*>(scratch(
         Scratch::delta,
         static_cast<size_t>(kChunk * (2 * k + 2 * v + 2) + count * k * v) * sizeof(float)));
@@ -31,7 +31,7 @@ class Heads {
     spare_ = fade_ + kChunk;
     brings_keys_ = head % each == 0;
     keys_at_ = a.inner() + head / each * k;
-    asks_at_ = keys_at_ + a.groups * k;
+    asks_at_ = keys_at_ + a.key_heads * k;
   }
 
   void run() {
@@ -48,8 +48,8 @@ class Heads {
     }
     for (int64_t t = sequence_.first; t < sequence_.last; t += kChunk) {
       const int64_t count = std::min(kChunk, sequence_.last - t);
-      sequence_.turn(t, count, keys_at_, a_.key_dim, a_.bias, keys_);
-      sequence_.turn(t, count, asks_at_, a_.key_dim, a_.bias, asks_);
+      sequence_.turn(t, count, keys_at_, a_.key_dim, keys_);
+      sequence_.turn(t, count, asks_at_, a_.key_dim, asks_);
       for (int64_t i = 0; i < count_; i++) go_through(i, t, count);
     }
     sequence_.keep_inputs(head_ * a_.value_dim, count_ * a_.value_dim);
@@ -64,7 +64,7 @@ class Heads {
   // A chunk of one head.
   void go_through(int64_t i, int64_t t, int64_t count) {
     make_steps(head_ + i, t, count);
-    sequence_.turn(t, count, (head_ + i) * a_.value_dim, a_.value_dim, a_.bias, x_);
+    sequence_.turn(t, count, (head_ + i) * a_.value_dim, a_.value_dim, x_);
     const int64_t panels = a_.value_dim / 16;
     int64_t panel = 0;
     for (; panel + kPanels <= panels; panel += kPanels) pass<kPanels>(i, panel, t, count);
@@ -74,7 +74,7 @@ class Heads {
   }
 
   void make_steps(int64_t head, int64_t t, int64_t count) {
-    for (int64_t i = 0; i < count; i++) step_[i] = a_.steps[(t + i) * a_.steps_stride + head];
+    for (int64_t i = 0; i < count; i++) step_[i] = a_.gates[(t + i) * a_.gates_stride + head];
     const F16 rate = set1(-a_.rates[head]), shift = set1(a_.shift[head]);
     for (int64_t i = 0; i < kChunk; i += 16) {
       const int c = static_cast<int>(std::clamp<int64_t>(count - i, 0, 16));
@@ -138,7 +138,7 @@ class Heads {
   }
 
   const MambaArgs& a_;
-  const Sequence<T, MambaArgs> sequence_;
+  const Sequence<T> sequence_;
   const int64_t head_, count_;
   int64_t keys_at_, asks_at_;  // columns
   bool brings_keys_;           // the first of its group
@@ -150,7 +150,7 @@ class Heads {
 // A group's columns of a row, normed.
 template <typename T>
 void norm_row(const MambaArgs& a, int64_t row) {
-  const int64_t dim = a.inner() / a.groups;
+  const int64_t dim = a.inner() / a.key_heads;
   T* y = static_cast<T*>(a.y) + row * a.inner();
   for (int64_t at = 0; at < a.inner(); at += dim) {
     const F16 scale = inverse_deviation(y + at, dim, 0.0f, a.eps);
@@ -160,17 +160,17 @@ void norm_row(const MambaArgs& a, int64_t row) {
 
 template <typename T>
 void run(const MambaArgs& a) {
-  const int64_t each = a.heads / a.groups, work = (a.tokens + a.sequences) * a.inner() * a.key_dim;
+  const int64_t each = a.heads / a.key_heads, work = (a.tokens + a.sequences) * a.inner() * a.key_dim;
   const int threads = work > kParallel ? a.threads : 1;
   if (a.tokens == 0) return;
-  const int64_t wanted = std::max<int64_t>(1, 2 * threads / (a.groups * a.sequences));
+  const int64_t wanted = std::max<int64_t>(1, 2 * threads / (a.key_heads * a.sequences));
   const int64_t most = std::clamp<int64_t>(each / wanted, 1, kMostHeads);
   const int64_t parts = (each + most - 1) / most;  // of a group
-  parallel(threads, a.sequences * a.groups * parts, [&](int64_t task) {
+  parallel(threads, a.sequences * a.key_heads * parts, [&](int64_t task) {
     const FlushDenormals flush;
-    const int64_t part = task % parts, group = task / parts % a.groups;
+    const int64_t part = task % parts, group = task / parts % a.key_heads;
     const int64_t head = part * most;
-    Heads<T>(a, task / parts / a.groups, group * each + head, std::min(most, each - head)).run();
+    Heads<T>(a, task / parts / a.key_heads, group * each + head, std::min(most, each - head)).run();
   });
   over_rows(a.tokens * a.inner() > kParallel ? a.threads : 1, a.tokens,
             [&](int64_t row) { norm_row<T>(a, row); });

@@ -291,17 +291,12 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.slots = step.slots;
     a.copies = step.copies;
     a.copied = step.copied;
-  } else if constexpr (std::is_same_v<Args, DeltaArgs> || std::is_same_v<Args, MambaArgs> ||
-                       std::is_same_v<Args, ShortConvArgs>) {
+  } else if constexpr (std::is_base_of_v<StatesArgs, Args>) {
     a.x = x;
     a.x_stride = stride;
-    if constexpr (std::is_same_v<Args, DeltaArgs>) {
+    if constexpr (std::is_base_of_v<RecurrentArgs, Args>) {
       a.gates = static_cast<const float*>(data(node.z, output));
       a.gates_stride = at(node.z).columns;
-    }
-    if constexpr (std::is_same_v<Args, MambaArgs>) {
-      a.steps = static_cast<const float*>(data(node.z, output));
-      a.steps_stride = at(node.z).columns;
     }
     a.query_start = step.query_start;
     a.sequences = step.sequences;

@@ -10,7 +10,7 @@
 #include <variant>
 #include <vector>
 
-#include "delta.h"
+#include "states.h"
 #include "foreign.h"
 #include "latent.h"
 #include "mixture.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "delta.h"
+#include "states.h"
 #include "linear.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -35,11 +35,11 @@ inline F16 softplus(F16 x) {
   return fma(s * set1(2.0f), sum, max(x, zero()));
 }
 
-// One sequence of a step. Args: DeltaArgs, MambaArgs.
-template <typename T, typename Args>
+// One sequence of a step.
+template <typename T>
 class Sequence {
  public:
-  Sequence(const Args& a, int64_t sequence)
+  Sequence(const RecurrentArgs& a, int64_t sequence)
       : first(a.query_start[sequence]),
         last(a.query_start[sequence + 1]),
         slot(a.states ? a.states[sequence] : -1),
@@ -84,14 +84,14 @@ class Sequence {
     }
   }
 
-  // `dim` columns of the rows from t on, through the convolution and SiLU; bias: of all columns, or null.
-  void turn(int64_t t, int64_t count, int64_t column, int64_t dim, const float* bias, float* out) const {
+  // `dim` columns of the rows from t on, through the convolution and SiLU.
+  void turn(int64_t t, int64_t count, int64_t column, int64_t dim, float* out) const {
     const T* rows[kChunk + kMostWidth];
     for (int64_t i = 0; i < count + a_.width - 1; i++) rows[i] = input(t - (a_.width - 1) + i);
-    const int64_t turned = a_.turned();
+    const int64_t turned = a_.turned;
     for (int64_t i = 0; i < count; i++)
       for (int64_t j = 0; j < dim; j += 16) {
-        F16 sum = bias ? load(bias + column + j) : zero();
+        F16 sum = a_.bias ? load(a_.bias + column + j) : zero();
         for (int64_t w = 0; w < a_.width; w++)
           if (const T* row = rows[i + w])
             sum = fma(load(a_.conv + w * turned + column + j), load(row + column + j), sum);
@@ -104,7 +104,7 @@ class Sequence {
     for (int64_t i = 0; i < keep_; i++) {
       const int64_t row = kept_[2 * i];
       T* at = static_cast<T*>(a_.inputs) + kept_[2 * i + 1] * a_.inputs_pitch + column;
-      for (int64_t j = 0; j < a_.width - 1; j++, at += a_.turned()) {
+      for (int64_t j = 0; j < a_.width - 1; j++, at += a_.turned) {
         const T* from = input(row - (a_.width - 2) + j);
         const auto bytes = static_cast<size_t>(dim) * sizeof(T);
         if (from)
@@ -120,13 +120,13 @@ class Sequence {
  private:
   // A row of inputs that lies at `row`, before the step's where that is negative; null: zeros.
   const T* input(int64_t row) const {
-    if (row >= first) return static_cast<const T*>(a_.x) + row * a_.x_stride + a_.turned_from();
+    if (row >= first) return static_cast<const T*>(a_.x) + row * a_.x_stride + a_.turned_from;
     if (slot < 0) return nullptr;
     const int64_t back = a_.width - 1 + row - first;
-    return static_cast<const T*>(a_.inputs) + slot * a_.inputs_pitch + back * a_.turned();
+    return static_cast<const T*>(a_.inputs) + slot * a_.inputs_pitch + back * a_.turned;
   }
 
-  const Args& a_;
+  const RecurrentArgs& a_;
   const int32_t* kept_;
   int64_t keep_;
 };

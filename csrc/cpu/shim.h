@@ -11,7 +11,7 @@
 #include <optional>
 #include <tuple>
 
-#include "delta.h"
+#include "states.h"
 #include "latent.h"
 #include "mixture.h"
 
@@ -155,7 +155,7 @@ struct SharedBy {
 ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
                          const ExpertMatrices& up, const ExpertMatrices& down, const Router& by,
                          int64_t intermediate, int64_t out_features, int64_t activation,
-                         const SharedBy& shared);
+                         bool gated, const SharedBy& shared);
 // Of the result.
 int64_t columns_of(const ExpertsArgs& a);
 Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, const Tensor& up,
@@ -167,7 +167,7 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
                int64_t groups, int64_t top_groups, double scale, Optional meeting,
                Optional up_bounds, Optional down_bounds, Optional expert_bounds, int64_t rank,
-               double eps);
+               double eps, bool gated);
 
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 
@@ -258,25 +258,22 @@ Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_s
                      const Tensor& context_len, const Tensor& block_table, double scale,
                      int64_t rank, int64_t window, int64_t sink_tokens);
 
-// ── shim_delta.cpp ───────────────────────────────────────────────────────────────────────────
+// ── shim_states.cpp ──────────────────────────────────────────────────────────────────────────
 
-DeltaArgs delta_args(Form x, Form gates, const Tensor& conv, const Tensor& rates,
-                     const Tensor& shift, const Tensor& norm, double eps, const Tensor& state, const Tensor& inputs);
-// The weights of a convolution, and the inputs that it still needs, in `slots` that are known; after dtype.
-template <typename Args>
-void take_convolution(Args& a, const Tensor& conv, const Tensor& inputs, const std::string& what) {
-  const int64_t turned = a.turned();
-  STD_TORCH_CHECK(conv.dim() == 2 && conv.size(0) > 1 && conv.size(0) <= 16 && conv.size(1) == turned,
-                  what, ": conv must be [2 to 16, ", turned, "]");
-  a.width = conv.size(0);
-  a.conv = floats(conv, conv.numel(), (what + ": conv").c_str());
-  const std::string name = what + ": inputs";
-  STD_TORCH_CHECK(inputs.dim() == 3 && inputs.size(0) == a.slots && inputs.size(1) == a.width - 1 &&
-                      inputs.size(2) == turned && dtype_of(inputs, name.c_str()) == a.dtype,
-                  name, " must be [", a.slots, ", ", a.width - 1, ", ", turned, "] of the rows' dtype");
-  a.inputs = inputs.data_ptr();
-  a.inputs_pitch = pitch_of(inputs, name.c_str());
-}
+// Each takes what it is about into `a`, after a check. Of the states: shapes, and what is turned.
+// gates: `each` numbers of each head, by the name that the op gives them.
+void take_states(RecurrentArgs& a, Form x, Form gates, int64_t each, const std::string& name,
+                 const Tensor& state, const std::string& what);
+void take_rates(RecurrentArgs& a, const Tensor& rates, const Tensor& shift, const Tensor& norm,
+                int64_t normed, double eps, const std::string& what);
+// After turned, slots and dtype.
+void take_convolution(StatesArgs& a, const Tensor& conv, const Optional& bias, const Tensor& inputs,
+                      const std::string& what);
+// A step's rows and sequences, and memory for what comes of them.
+Tensor take_step(StatesArgs& a, const Tensor& mixed, int64_t columns, const Tensor& query_start,
+                 const Tensor& context_len, const Optional& states, const Optional& kept,
+                 const char* what);
+void take_gates(RecurrentArgs& a, const Tensor& gates, const char* what);
 // The sequences of a step without a cache's blocks.
 Sequences sequences_of_states(const Tensor& query_start, const Tensor& context_len, int64_t tokens,
                               const char* what);

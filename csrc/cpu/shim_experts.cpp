@@ -69,7 +69,7 @@ int64_t columns_of(const ExpertsArgs& a) {
 ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
                          const ExpertMatrices& up, const ExpertMatrices& down, const Router& by,
                          int64_t intermediate, int64_t out_features, int64_t activation,
-                         const SharedBy& shared) {
+                         bool gated, const SharedBy& shared) {
   ExpertsArgs a = {};
   const int64_t own = up.weight.size(0);
   a.count = own;
@@ -93,7 +93,7 @@ ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bi
           by.groups, by.top_groups, static_cast<float>(by.scale), static_cast<float>(by.eps)};
   a.router = linear_args(x, router, {}, {}, router_bias, a.count, 0, false, 0, {}, {});
   a.router.out_dtype = DType::f32;
-  a.up = first_matrix(x, up, own, intermediate, true, a.up_pitch);
+  a.up = first_matrix(x, up, own, intermediate, gated, a.up_pitch);
   with_norm_and_activation(a.up, {}, 0.0, activation);
   int64_t hidden = intermediate;
   if (shared.meeting && shared.up_bounds)
@@ -112,14 +112,14 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
                int64_t groups, int64_t top_groups, double scale, Optional meeting,
                Optional up_bounds, Optional down_bounds, Optional expert_bounds, int64_t rank,
-               double eps) {
+               double eps, bool gated) {
   ExpertsArgs a = experts_args(
       form_of(x, "experts: x"), router, router_bias,
       {up, up_scale, up_zero, up_outer, up_input_scale, up_bias, up_row_codes, up_levels},
       {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
        down_levels},
       {k, normalize, correction, sigmoid, groups, top_groups, scale, eps}, intermediate, out_features,
-      activation, {meeting, up_bounds, down_bounds, expert_bounds, rank});
+      activation, gated, {meeting, up_bounds, down_bounds, expert_bounds, rank});
   Tensor y = torch::stable::new_empty(x, {x.size(0), columns_of(a)});
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);

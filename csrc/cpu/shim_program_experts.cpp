@@ -18,7 +18,7 @@ int64_t program_experts(int64_t id, int64_t x, const Tensor& router, Optional ro
                         int64_t down_levels, Optional correction, bool sigmoid, int64_t groups,
                         int64_t top_groups, double scale, Optional meeting, Optional up_bounds,
                         Optional down_bounds, Optional expert_bounds, int64_t rank,
-                        double eps) {
+                        double eps, bool gated) {
   const auto p = held(id);
   const ExpertsArgs a = experts_args(
       p->form(x), router, router_bias,
@@ -26,7 +26,7 @@ int64_t program_experts(int64_t id, int64_t x, const Tensor& router, Optional ro
       {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
        down_levels},
       {k, normalize, correction, sigmoid, groups, top_groups, scale, eps}, intermediate, out_features,
-      activation, {meeting, up_bounds, down_bounds, expert_bounds, rank});
+      activation, gated, {meeting, up_bounds, down_bounds, expert_bounds, rank});
   p->keep_all(router, router_bias, up, up_scale, up_zero, up_outer, up_input_scale, up_bias, down,
               down_scale, down_zero, down_outer, down_input_scale, down_bias,
               correction, meeting, up_bounds, down_bounds, expert_bounds);
@@ -56,7 +56,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "int out_features, int activation, int up_row_codes, int up_levels, int down_row_codes, "
       "int down_levels, Tensor? correction, bool sigmoid, int groups, int top_groups, "
       "float scale, Tensor? meeting=None, Tensor? up_bounds=None, Tensor? down_bounds=None, "
-      "Tensor? expert_bounds=None, int rank=0, float eps=1e-20) -> int");
+      "Tensor? expert_bounds=None, int rank=0, float eps=1e-20, bool gated=True) -> int");
   m.def("program_gate_rows_(int program, int y, int x, Tensor weight) -> ()");
   m.def("program_experts_used(int program) -> int");
 }

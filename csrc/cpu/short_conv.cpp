@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "delta.h"
+#include "states.h"
 #include "linear.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -48,11 +48,11 @@ struct Tokens {
   Input<T> input(int64_t row) const {
     if (row >= first) {
       const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-      return {x, x + 2 * a.dim, nullptr};
+      return {x, x + 2 * a.turned, nullptr};
     }
     if (slot < 0) return {};
     const int64_t back = a.width - 1 + row - first;
-    return {nullptr, nullptr, static_cast<const T*>(a.inputs) + slot * a.inputs_pitch + back * a.dim};
+    return {nullptr, nullptr, static_cast<const T*>(a.inputs) + slot * a.inputs_pitch + back * a.turned};
   }
 };
 
@@ -63,14 +63,14 @@ void convolve(const ShortConvArgs& a, int64_t row) {
   const Tokens<T> tokens(a, row);
   Input<T> seen[kMostWidth];
   for (int64_t w = 0; w < a.width; w++) seen[w] = tokens.input(row - (a.width - 1) + w);
-  const T* gate = static_cast<const T*>(a.x) + row * a.x_stride + a.dim;
-  T* y = static_cast<T*>(a.y) + row * a.dim;
-  for (int64_t j = 0; j < a.dim; j += 16) {
-    const int count = lanes(a.dim - j);
+  const T* gate = static_cast<const T*>(a.x) + row * a.x_stride + a.turned;
+  T* y = static_cast<T*>(a.y) + row * a.turned;
+  for (int64_t j = 0; j < a.turned; j += 16) {
+    const int count = lanes(a.turned - j);
     F16 sum = a.bias ? load_some(a.bias + j, count) : zero();
     for (int64_t w = 0; w < a.width; w++)
       if (seen[w].is_there())
-        sum = fma(load_some(a.conv + w * a.dim + j, count), seen[w].at(j).read(count), sum);
+        sum = fma(load_some(a.conv + w * a.turned + j, count), seen[w].at(j).read(count), sum);
     store_some(y + j, load_some(gate + j, count) * sum, count);
   }
 }
@@ -79,10 +79,10 @@ template <typename T>
 void keep(const ShortConvArgs& a, int64_t row, int64_t slot) {
   const Tokens<T> tokens(a, row);
   T* to = static_cast<T*>(a.inputs) + slot * a.inputs_pitch;
-  for (int64_t w = 1; w < a.width; w++, to += a.dim) {
+  for (int64_t w = 1; w < a.width; w++, to += a.turned) {
     const Input<T> input = tokens.input(row - (a.width - 1) + w);
-    for (int64_t j = 0; j < a.dim; j += 16) {
-      const int count = lanes(a.dim - j);
+    for (int64_t j = 0; j < a.turned; j += 16) {
+      const int count = lanes(a.turned - j);
       store_some(to + j, input.is_there() ? input.at(j).read(count) : zero(), count);
     }
   }
@@ -90,7 +90,7 @@ void keep(const ShortConvArgs& a, int64_t row, int64_t slot) {
 
 template <typename T>
 void run(const ShortConvArgs& a) {
-  const int threads = a.tokens * a.dim > kParallel ? a.threads : 1;
+  const int threads = a.tokens * a.turned > kParallel ? a.threads : 1;
   over_rows(threads, a.tokens, [&](int64_t row) {
     const FlushDenormals flush;
     convolve<T>(a, row);

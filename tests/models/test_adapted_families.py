@@ -20,7 +20,7 @@ ADAPTED = (
     "gpt-neox", "gpt-neox-serial", "olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4",
     "starcoder2", "exaone4", "seed-oss", "ernie4_5", "ministral", "phi", "stablelm",
     "arcee", "hunyuan",
-    "stablelm-parallel", "qwen3-next", "qwen3_5", "lfm2", "granite-hybrid", "bamba",
+    "stablelm-parallel", "qwen3-next", "qwen3_5", "lfm2", "granite-hybrid", "bamba", "nemotron-h",
 )  # fmt: skip
 APART = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", "mlp.gate")
 """What only merging changes."""

@@ -411,6 +411,38 @@ CASES |= {
         position_embedding_type="rope",
         attention_bias=True,
     ),
+    "nemotron-h": _case(
+        "NemotronH",
+        layers_block_type=[
+            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+            *("linear_attention", "linear_attention", "mlp"),
+        ],
+        num_hidden_layers=8,
+        head_dim=24,
+        mamba_num_heads=4,
+        mamba_head_dim=32,
+        n_groups=2,
+        ssm_state_size=32,
+        layer_norm_epsilon=0.01,
+        time_step_min=1e-9,  # transformers keeps steps above it, nobody else does
+    ),
+    "nemotron-h-moe": _case(
+        "NemotronH",
+        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+        num_hidden_layers=5,
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=1,
+        ssm_state_size=16,
+        use_bias=True,
+        time_step_min=1e-9,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        moe_shared_expert_intermediate_size=72,
+        routed_scaling_factor=1.7,
+    ),
     "bamba": _case("Bamba", **MAMBA, attn_layer_indices=[1], mamba_conv_bias=False, mlp_bias=True),
 }
 PROMPT_SEEDS = {
@@ -434,7 +466,8 @@ FAMILIES += ("arcee", "hunyuan")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 FAMILIES += ("granite-moe", "granite-moe-shared")
 STATED = ("qwen3-next", "qwen3_5", "qwen3_5-moe", "lfm2", "lfm2-moe")
-STATED += ("granite-hybrid", "granite-hybrid-moe", "bamba")
+STATED += ("granite-hybrid", "granite-hybrid-moe", "bamba", "nemotron-h")
+STATED += ("nemotron-h-moe",)
 """Those whose layers have states."""
 DIVISIBLE = [name for name in CASES if name not in STATED]
 """Those that ranks can share."""
@@ -469,7 +502,7 @@ def make_model(case: Case, seed: int = 0) -> Any:
                 parameter.copy_(0.3 * noise + (2.0 if after_block else 0.0 if added else 1.0))
             elif name.endswith("A_log"):  # from hardly any to half a token's memory
                 parameter.copy_(noise - 1.5)
-            elif name.endswith("mamba.D"):
+            elif name.endswith((".mamba.D", ".mixer.D")):
                 parameter.copy_(1.0 + noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)

@@ -18,7 +18,7 @@ from penstock.kernels import native
 from penstock.quant import Dense, WeightFormat, format_of, parse_scheme
 
 D, WIDE, E = 64, 36, 11
-SILU, OAI = (ops.ACTIVATIONS.index(name) for name in ("silu", "swiglu_oai"))
+SILU, OAI, RELU2 = (ops.ACTIVATIONS.index(name) for name in ("silu", "swiglu_oai", "relu2"))
 PARTS = ("weight", "scale", "zero", "outer", "input_scale")
 FORMATS: dict[str, WeightFormat] = {
     "float32": Dense(torch.float32),
@@ -42,7 +42,7 @@ def rows(tokens: int, name: str = "float32", seed: int = 0) -> Tensor:
 
 def arguments(
     name: str = "float32", k: int = 3, *, normalize: bool = True, activation: int = SILU,
-    biased: bool = False,
+    biased: bool = False, gated: bool = True,
 ) -> tuple[Any, ...]:  # fmt: skip
     """All of an operator's but x, of E experts in the format `name`."""
     held, seed = FORMATS[name], count(1)
@@ -62,7 +62,7 @@ def arguments(
 
     codes, levels = held.row_codes, held.levels
     return (
-        router, randn(E, seed=98) if biased else None, *bank(WIDE, D, True), *bank(D, WIDE, False),
+        router, randn(E, seed=98) if biased else None, *bank(WIDE, D, gated), *bank(D, WIDE, False),
         k, normalize, WIDE, D, activation, codes, levels, codes, levels,
     )  # fmt: skip
 
@@ -98,6 +98,41 @@ def test_a_token_s_bits_are_its_own(name: str, threads: int) -> None:
     assert torch.equal(ops.experts(wide[:, D:], *given), want)
     for part in (slice(0, 2), slice(3, 24), slice(24, 70)):
         assert torch.equal(ops.experts(x[part], *given), want[part])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.usefixtures("isa")
+@needs_native
+def test_experts_without_gates(tokens: int, name: str) -> None:
+    """Each token's, by plain products; and alone as among others."""
+    given, x = arguments(name, activation=RELU2, gated=False), rows(tokens, name)
+    got = ops.experts(x, *given, gated=False)
+    near = 1e-5 if name == "float32" else 1e-2
+    want = ops.op("experts").reference(x, *given, gated=False)
+    torch.testing.assert_close(got, want, rtol=near, atol=near)
+    alone = [ops.experts(row, *given, gated=False) for row in x.split(1)]
+    assert torch.equal(got, torch.cat(alone))
+
+
+@needs_native
+def test_experts_without_gates_are_what_they_say() -> None:
+    given, x = arguments(activation=RELU2, gated=False), rows(9)
+    up, down = (
+        [randn(n, k, seed=first + e) / k**0.5 for e in range(E)]
+        for n, k, first in ((WIDE, D, 1), (D, WIDE, 1 + E))
+    )
+    shares = (x @ (randn(E, D, seed=99) / 4).T).softmax(-1).topk(3)
+    weights = shares.values / shares.values.sum(-1, keepdim=True)
+    want = torch.stack([
+        sum(
+            (w * (down[e] @ (up[e] @ row).relu().square()) for w, e in zip(ws, es, strict=True)),
+            torch.zeros(D),
+        )
+        for row, ws, es in zip(x, weights, shares.indices.tolist(), strict=True)
+    ])  # fmt: skip
+    got = ops.experts(x, *given, gated=False)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 ROUTERS = {

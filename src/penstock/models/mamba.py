@@ -53,13 +53,6 @@ def mamba_heads(c: ConfigReader, eps: float) -> AttentionSpec:
     """The layer that `mamba_…` describe. eps: of its norm."""
     c.only("hidden_act", ("silu", "swish"), "silu")  # the convolution's too, and that is built so
     c.get("mamba_chunk_size")  # of kernels that take many tokens at a time
-    limit = c.get("time_step_limit")
-    if limit not in _UNLIMITED:
-        raise UnsupportedModelError(
-            f"time_step_limit {limit!r} isn't built: steps of Mamba 2 are as long as they come."
-        )
-    for key in _TRAINED:
-        c.get(key)
     heads, groups = c.integer("mamba_n_heads", 128), c.integer("mamba_n_groups", 1)
     inner = c.integer("mamba_expand", 2) * c.integer("hidden_size")
     dim = c.get("mamba_d_head", "auto")
@@ -69,15 +62,29 @@ def mamba_heads(c: ConfigReader, eps: float) -> AttentionSpec:
             f"mamba_n_heads {heads} of mamba_d_head {dim} aren't the {inner} that mamba_expand "
             "times hidden_size is."
         )
-    key_dim = c.integer("mamba_d_state", 256)
+    mamba = MambaSpec(dim, c.integer("mamba_d_conv", 4), eps, c.flag("mamba_conv_bias", True))
+    bias = c.flag("mamba_proj_bias", False)
+    return mamba_state(c, mamba, heads, groups, c.integer("mamba_d_state", 256), bias)
+
+
+def mamba_state(
+    c: ConfigReader, mamba: MambaSpec, heads: int, groups: int, key_dim: int, bias: bool
+) -> AttentionSpec:
+    """A layer of so many heads with keys of key_dim; bias: of both its projections. Raises
+    UnsupportedModelError for what isn't built.
+    """
+    limit = c.get("time_step_limit")
+    if limit not in _UNLIMITED:
+        raise UnsupportedModelError(
+            f"time_step_limit {limit!r} isn't built: steps of Mamba 2 are as long as they come."
+        )
+    for key in _TRAINED:
+        c.get(key)
     if heads % groups or key_dim % 16:
         raise UnsupportedModelError(
-            f"mamba_n_heads {heads} in mamba_n_groups {groups} with mamba_d_state {key_dim} aren't "
-            "built: the first must be a multiple of the second, and the last one of 16."
+            f"Mamba 2 of {heads} heads in {groups} groups with states of {key_dim} isn't built: "
+            "the first must be a multiple of the second, and the last one of 16."
         )
-    width, biased = c.integer("mamba_d_conv", 4), c.flag("mamba_conv_bias", True)
-    bias = c.flag("mamba_proj_bias", False)
-    mamba = MambaSpec(dim, width, eps, biased)
     return AttentionSpec(
         heads, groups, key_dim, 1.0, None, qkv_bias=bias, out_bias=bias, mamba=mamba
     )

@@ -216,7 +216,8 @@ def _sources(target: str, spec: ModelSpec, known: set[str]) -> str:
         if not isinstance(rule, Ignore):
             match = _compile(rule.target).fullmatch(target)
             if match:
-                found.append([_fill(source, match.groupdict()) for source in rule.sources])
+                sources = [_fill(source, match.groupdict()) for source in rule.sources]
+                found += map(list, zip(*(_spellings(x, spec) for x in sources), strict=True))
 
     def begins(sources: list[str]) -> int:
         return max(len(start) for start in _starts(sources[0]) if start in known)
@@ -225,6 +226,14 @@ def _sources(target: str, spec: ModelSpec, known: set[str]) -> str:
         return target
     best = max(found, key=begins)
     return " and ".join(best)
+
+
+def _spellings(name: str, spec: ModelSpec) -> list[str]:
+    """A tensor's name as rules have it, and as files may."""
+    names = [name]
+    for beginning, meaning in reversed(spec.aliases):
+        names += [beginning + x.removeprefix(meaning) for x in names if x.startswith(meaning)]
+    return names + [prefix + x for prefix in spec.prefixes for x in names]
 
 
 def _starts(name: str) -> Iterator[str]:

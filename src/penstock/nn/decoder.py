@@ -53,7 +53,7 @@ def matrices_of(spec: LayerSpec) -> dict[str, str]:
         names = ["mixed"]
     if spec.attention.gated:
         names.append("gate")
-    names += ["out", "up", "down"]
+    names += ["out", "up", "down"] if spec.mlp.intermediate else ["out"]
     if experts is not None and experts.shared:
         names += ["shared_up", "shared_down"]
     return {name: MATRICES[name] for name in names}

@@ -179,7 +179,8 @@ class _Divided:
 
 
 class Experts(nn.Module):
-    """down[e](act(gate[e]) · up[e]) of the experts that a token's router chooses, weighed.
+    """down[e](act(gate[e]) · up[e]), or down[e](act(up[e])) where not gated, of the experts that a
+    token's router chooses, weighed.
 
     shared: a block that every token goes through beside them, or takes a share of.
     """
@@ -209,7 +210,9 @@ class Experts(nn.Module):
         self.router = Linear(hidden, count, experts.router_bias, own, out_dtype=torch.float32)
         self.divided = _Divided.among(ranks, count, wide, hidden)
         by = self.divided
-        self.up = ExpertBank(count, hidden, wide, biased, up, gated=True, part=by.up, own=by.own)
+        self.up = ExpertBank(
+            count, hidden, wide, biased, up, gated=spec.gated, part=by.up, own=by.own
+        )
         self.down = ExpertBank(count, wide, hidden, biased, down, part=by.down, own=by.own)
         self.correction = Vector(count) if experts.correction else None
         self.shared = shared
@@ -256,4 +259,5 @@ class Experts(nn.Module):
             self.experts.scale,
             **self.divided.arguments,
             eps=self.experts.eps,
+            gated=self.spec.gated,
         )

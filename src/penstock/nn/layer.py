@@ -87,11 +87,14 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.parallel, self.one_norm = spec.parallel, spec.one_norm
         self.attention = self_attention(hidden, spec.attention, norm, formats, table, dtype, ranks)
-        self.mlp = feed_forward(hidden, spec.mlp, formats, dtype, ranks)
+        self.mlp: Mlp | Experts | None = None
+        if spec.mlp.intermediate:
+            self.mlp = feed_forward(hidden, spec.mlp, formats, dtype, ranks)
         self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
-        self.mlp_norm = Norm(hidden, norm) if spec.pre_norm and not spec.one_norm else None
+        apart = self.mlp is not None and spec.pre_norm and not spec.one_norm
+        self.mlp_norm = Norm(hidden, norm) if apart else None
         self.attention_post_norm = _after(hidden, spec, norm)
-        self.mlp_post_norm = _after(hidden, spec, norm)
+        self.mlp_post_norm = None if self.mlp is None else _after(hidden, spec, norm)
 
     def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> None:
         """residual [T, D] += attention, += feed-forward, in place."""
@@ -102,6 +105,8 @@ class DecoderLayer(nn.Module):
         adapters, mlp = step.adapters, self.mlp
         if not self.parallel:
             add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
+        if mlp is None:
+            return
         h = mlp.begin(read, self.mlp_norm, adapters)
         if self.parallel:  # both read the layer's input
             add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)

@@ -229,7 +229,7 @@ class ExpertsSpec:
 class MlpSpec:
     """Feed-forward block: down(act(gate) · up), or down(act(up)) when not gated."""
 
-    intermediate: int  # of each expert, where there are some
+    intermediate: int  # of each expert, where there are some; 0: there is no such block
     activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu", "relu2"] = "silu"
     gated: bool = True
     bias: bool = False
@@ -242,6 +242,10 @@ class MlpSpec:
                 f"The row operator {self.row_operator} stands in the place of an activation, and "
                 "of one with a gate, or of experts, none can: set gated=False, without experts."
             )
+
+
+NO_MLP = MlpSpec(0, gated=False)
+"""Of a layer that attends, or has states, and no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,12 @@ class LayerSpec:
     parallel: bool = False  # both blocks read the layer's input (GPT-NeoX)
     one_norm: bool = False  # of parallel blocks: both read the same normed rows (Command-R)
     scaled: bool = False  # only towers' layers are
+
+    def __post_init__(self) -> None:
+        if self.parallel and not self.mlp.intermediate:
+            raise UnsupportedModelError(
+                "A layer's blocks are parallel, but it has no feed-forward block."
+            )
 
 
 @dataclass(frozen=True, slots=True)

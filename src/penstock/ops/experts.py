@@ -48,6 +48,7 @@ def _fake(
     expert_bounds: Tensor | None = None,
     rank: int = 0,
     eps: float = 1e-20,
+    gated: bool = True,
 ) -> Tensor:
     columns = out_features if down_bounds is None else int(down_bounds[-1])
     return x.new_empty((x.shape[0], columns))
@@ -62,7 +63,7 @@ def _fake(
     "int down_levels=0, Tensor? correction=None, bool sigmoid=False, int groups=1, "
     "int top_groups=1, float scale=1.0, Tensor(a!)? meeting=None, Tensor? up_bounds=None, "
     "Tensor? down_bounds=None, Tensor? expert_bounds=None, int rank=0, "
-    "float eps=1e-20) -> Tensor",
+    "float eps=1e-20, bool gated=True) -> Tensor",
     fake=_fake,
 )
 def experts(
@@ -101,6 +102,7 @@ def experts(
     expert_bounds: Tensor | None = None,
     rank: int = 0,
     eps: float = 1e-20,
+    gated: bool = True,
 ) -> Tensor:
     """out[t] = Σⱼ w[t, j] · down[e] · (act(gate[e] · x[t]) ∘ (up[e] · x[t])), e = chosen[t, j].
 
@@ -110,7 +112,8 @@ def experts(
     The k experts of a token and their weights w are `route`'s of the router's products in float32,
     chosen and weighed as its last arguments say.
     What lies between two products is rounded to x.dtype; the sum is taken in float32, in the order
-    of j, and rounded once. A token's bits depend on no other token.
+    of j, and rounded once. A token's bits depend on no other token. gated=False: up is [I, K] of
+    each, and act(up[e] · x[t]) lies between.
     Where ranks share a mixture (`ops.ranks`), `meeting` and `rank` are this process's, and the
     result is all ranks'. up_bounds and down_bounds [R + 1] int32: its matrices are its columns, of
     gate, up and down, in all experts, of intermediate and out_features so many; what lies between
@@ -134,7 +137,7 @@ def experts(
         rows, ends = rows[int(ends[0]) : int(ends[-1])], ends - ends[0]
     hidden = grouped_linear(
         x, up, up_scale, up_zero, up_bias, rows, ends, intermediate, up_row_codes, activation,
-        True, None, up_levels, up_outer, up_input_scale,
+        gated, None, up_levels, up_outer, up_input_scale,
     )  # fmt: skip
     if meeting is not None and up_bounds is not None:
         hidden = gather_columns(hidden, meeting, up_bounds, rank)

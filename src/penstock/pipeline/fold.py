@@ -27,7 +27,7 @@ def foldable(layer: LayerSpec) -> list[str]:
     if own_norms:
         found.append("attention.qkv")
     found.append("attention.out")
-    if own_norms:
+    if own_norms and layer.mlp.intermediate:
         found.append("mlp.up")
     if layer.mlp.gated:  # else an activation stands between
         found.append("mlp.down")

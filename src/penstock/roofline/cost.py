@@ -437,14 +437,15 @@ class CostModel:
 
         for layer in self.spec.layers:
             mixes = layer.mlp.experts is not None  # its operator takes no norm and adds to nothing
-            before = 1 if layer.one_norm else 2 * apart  # one that two blocks read stands apart
-            norms = before * layer.pre_norm + 2 * layer.post_norm
+            blocks = 2 if layer.mlp.intermediate else 1
+            before = 1 if layer.one_norm else blocks * apart  # one that two blocks read
+            norms = before * layer.pre_norm + blocks * layer.post_norm  # stands apart
             for _ in range(norms + (mixes and layer.pre_norm and not apart)):
                 norm(tokens * hidden)
             if mixes and not layer.post_norm:
                 row.add(1, 3 * tokens * hidden * a_byte, tokens * hidden)
             if layer.post_norm:
-                row.add(2, 6 * tokens * hidden * a_byte, 2 * tokens * hidden)
+                row.add(blocks, 3 * blocks * tokens * hidden * a_byte, blocks * tokens * hidden)
         if self.spec.learned_positions:
             row.add(1, 3 * tokens * hidden * a_byte, tokens * hidden)
         if apart:

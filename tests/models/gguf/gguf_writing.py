@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoe",
     "GraniteMoeHybridForCausalLM": "granitehybrid",
+    "NemotronHForCausalLM": "nemotron_h",
     "GemmaForCausalLM": "gemma",
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
@@ -101,6 +102,8 @@ def write_model(
     """
     config = model.config
     name = ARCHITECTURES[type(model).__name__]
+    if name == "nemotron_h" and "moe" in config.layers_block_type:
+        name = "nemotron_h_moe"
     writer = gguf.GGUFWriter(str(path), name, **parts)
     write_config(writer, config, name, heads_apart, guesses)
     if vocab is not None:
@@ -127,6 +130,9 @@ def write_config(
     if guesses:
         writer.add_nextn_predict_layers(guesses)
     writer.add_head_count(c.num_attention_heads)
+    if "nemotron_h" in arch:
+        write_nemotron(writer, c)
+        return
     if arch == "gpt2":
         writer.add_feed_forward_length(c.n_inner or 4 * c.n_embd)
         writer.add_layer_norm_eps(c.layer_norm_epsilon)
@@ -258,6 +264,32 @@ def write_mamba(writer: gguf.GGUFWriter, c: Any) -> None:
         writer.add_expert_used_count(c.num_experts_per_tok)
 
 
+def write_nemotron(writer: gguf.GGUFWriter, c: Any) -> None:
+    """Sizes of what blocks may be; which is which shows in the tensors."""
+    mixed, kinds = "moe" in c.layers_block_type, c.layers_block_type
+    writer.add_layer_norm_eps(c.layer_norm_epsilon)
+    writer.add_head_count_kv([c.num_key_value_heads * (x == "full_attention") for x in kinds])
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    inner = c.moe_intermediate_size if mixed else c.intermediate_size
+    writer.add_feed_forward_length([inner * (x in ("mlp", "moe")) for x in kinds])
+    writer.add_ssm_conv_kernel(c.conv_kernel)
+    writer.add_ssm_state_size(c.ssm_state_size)
+    writer.add_ssm_group_count(c.n_groups)
+    writer.add_ssm_inner_size(c.mamba_num_heads * c.mamba_head_dim)
+    writer.add_ssm_time_step_rank(c.mamba_num_heads)
+    writer.add_rope_dimension_count(c.head_dim)
+    if mixed:
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(c.moe_shared_expert_intermediate_size)
+        writer.add_expert_count(c.n_routed_experts)
+        writer.add_expert_shared_count(c.n_shared_experts)
+        writer.add_expert_weights_norm(c.norm_topk_prob)
+        writer.add_expert_weights_scale(c.routed_scaling_factor)
+        writer.add_expert_group_count(c.n_group)
+
+
 def write_delta(writer: gguf.GGUFWriter, c: Any, arch: str, guesses: int) -> None:
     """Sizes of a delta rule, and which layers have it."""
     writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
@@ -342,7 +374,9 @@ def write_tensors(
 
 
 def _as_mapped(name: str, c: Any) -> str:
-    """A name of Granite's as the package's table knows it."""
+    """A name of Granite's, or of Nemotron's experts, as the package's table knows it."""
+    if c.model_type == "nemotron_h" and ".experts." in name:
+        return name.replace("backbone.", "model.").replace("mixer.", "mlp.")
     if "granite" not in c.model_type:
         return name
     block = "mlp.shared_expert" if getattr(c, "num_local_experts", 0) else "mlp"
@@ -387,7 +421,11 @@ def _as_stored(model: Any, heads_apart: bool) -> dict[str, Tensor]:
             name, last = name.removesuffix("_bias"), "bias"
         elif ".experts." in name and oss:
             tensor = tensor.transpose(1, 2)
-        if name.endswith("experts.gate_up_proj"):
+        if model.config.model_type == "nemotron_h":
+            name = name.replace("model.", "backbone.")
+            last_of = ".weight" if name.endswith(("experts.up_proj", "experts.down_proj")) else ""
+            found[name + last_of] = tensor
+        elif name.endswith("experts.gate_up_proj"):
             gate, up = (tensor[:, i::2] for i in (0, 1)) if oss else tensor.chunk(2, 1)
             stem = name.removesuffix("gate_up_proj")
             found |= {f"{stem}gate_proj.{last}": gate, f"{stem}up_proj.{last}": up}
@@ -464,7 +502,7 @@ def _conversion(
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """(what a converter does to a tensor, how a reader undoes it)."""
     heads = c.num_attention_heads
-    granite = "granite" in arch
+    granite = "granite" in arch or "nemotron_h" in arch
     if (granite or arch in ("llama", "smollm3", "mistral3", "arcee")) and (
         "q_proj" in name or "k_proj" in name
     ):
@@ -473,13 +511,14 @@ def _conversion(
             lambda t: t.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2),
             lambda t: t.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2),
         )
-    if name.endswith("mamba.A_log"):
+    if name.endswith(("mamba.A_log", "mixer.A_log")):
         return lambda t: -t.exp()[:, None], lambda t: t[:, 0].neg().log()
-    if name.endswith("mamba.D"):
+    if name.endswith(("mamba.D", "mixer.D")):
         return lambda t: t[:, None], lambda t: t[:, 0]
-    if name.endswith("mamba.norm.weight"):
-        return lambda t: t.view(c.mamba_n_groups, -1), lambda t: t.flatten()
-    if name.endswith(("conv.conv.weight", "mamba.conv1d.weight")):
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        groups = c.n_groups if "mixer" in name else c.mamba_n_groups
+        return lambda t: t.view(groups, -1), lambda t: t.flatten()
+    if name.endswith(("conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight")):
         return lambda t: t.squeeze(1), lambda t: t.unsqueeze(1)
     if arch in HYBRID and "linear_attn" in name:
         return _delta_conversion(c, arch, name)

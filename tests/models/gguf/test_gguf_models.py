@@ -34,6 +34,7 @@ FAMILIES = [
     "glm4", "starcoder2-full", "exaone4", "exaone4-full", "seed-oss", "ernie4_5", "phi", "stablelm",
     "stablelm-parallel", "ministral3", "arcee", "hunyuan", "qwen3-next", "qwen3_5", "qwen3_5-moe",
     "lfm2", "lfm2-moe", "granite-moe", "granite-moe-shared", "granite-hybrid", "granite-hybrid-moe",
+    "nemotron-h", "nemotron-h-moe",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}

@@ -14,6 +14,7 @@ from penstock.models.gguf.convolutions import CONVOLUTIONS
 from penstock.models.gguf.dense import DENSE
 from penstock.models.gguf.mamba import MAMBA
 from penstock.models.gguf.metadata import Metadata
+from penstock.models.gguf.nemotron import NEMOTRON
 from penstock.models.gguf.parts import (
     ATTENTION,
     LAYER,
@@ -407,5 +408,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     **CONVOLUTIONS,
     **DENSE,
     **MAMBA,
+    **NEMOTRON,
 }
 """Built architectures by `general.architecture`."""

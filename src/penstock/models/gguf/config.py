@@ -39,6 +39,7 @@ _MODEL_TYPES = {
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "Lfm2MoeForCausalLM": "lfm2_moe",
+    "NemotronHForCausalLM": "nemotron_h",
     "Ministral3ForCausalLM": "ministral3",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
