@@ -66,10 +66,14 @@ def _experts(m: Metadata) -> Config:
 _UNUSED = """feed_forward_length attention.value_length rope.dimension_count rope.freq_base
     rope.scaling.finetuned rope.scaling.type vocab_size""".split()
 """What tensors say as well, and a rotation's where there is none."""
+_OF_EXPERTS = """expert_count expert_used_count expert_feed_forward_length expert_shared_count
+    expert_shared_feed_forward_length expert_weights_scale expert_weights_norm expert_group_count
+    expert_group_used_count expert_gating_func moe_latent_size""".split()
+"""A converter says it of models without any, too."""
 
 
 def _config(m: Metadata, c: Container) -> Config:
-    for key in _UNUSED:
+    for key in (*_UNUSED, *_OF_EXPERTS):
         m.get(m.own(key))
     guesses = m.integer(m.own("nextn_predict_layers"), 0)
     if guesses:
@@ -82,7 +86,9 @@ def _config(m: Metadata, c: Container) -> Config:
     if not heads or inner % heads:
         raise m.fail(m.own("ssm.inner_size"), inner, f"a multiple of the {heads} heads")
     plain = pattern.find("-")
-    sizes = _experts(m) if "E" in pattern else {}
+    sizes: Config = {"n_routed_experts": m.integer(m.own("expert_count"), 0)}
+    if "E" in pattern:
+        sizes = _experts(m)
     if plain >= 0:
         sizes["intermediate_size"] = c.tensors[f"blk.{plain}.ffn_up.weight"].shape[0]
     usual = m.number(m.own("attention.layer_norm_epsilon"), 1e-5)
