@@ -24,12 +24,16 @@ _freeze, _usual = gc.freeze, gc.get_threshold()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for other processes or measures times may fail once: other programs, on a shared
-    machine, held it up. The report tells of it. Nothing else gets a second try.
+    """What measures times may fail once, and what waits for other processes may wait too long:
+    other programs, on a shared machine, held it up. The report tells of it. Nothing else gets a
+    second try: whatever is wrong once is wrong.
     """
     for item in items:
-        if any(item.get_closest_marker(name) for name in ("multiprocess", "alone")):
+        if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
+        elif item.get_closest_marker("multiprocess"):
+            late = r"TimeoutError|TimeoutExpired|ReadTimeout|ConnectTimeout"
+            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5, only_rerun=late))
 
 
 def pytest_collection_finish() -> None:

@@ -10,10 +10,10 @@
 #include <new>
 #include <stdexcept>
 
-#include "states.h"
 #include "latent.h"
 #include "mixture.h"
 #include "records.h"
+#include "states.h"
 
 namespace penstock {
 

@@ -10,11 +10,11 @@
 #include <variant>
 #include <vector>
 
-#include "states.h"
 #include "foreign.h"
 #include "latent.h"
 #include "mixture.h"
 #include "ring.h"
+#include "states.h"
 
 namespace penstock {
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "states.h"
 #include "linear.h"
+#include "states.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -89,9 +89,10 @@ class Sequence {
     const T* rows[kChunk + kMostWidth];
     for (int64_t i = 0; i < count + a_.width - 1; i++) rows[i] = input(t - (a_.width - 1) + i);
     const int64_t turned = a_.turned;
+    const float* bias = a_.bias;
     for (int64_t i = 0; i < count; i++)
       for (int64_t j = 0; j < dim; j += 16) {
-        F16 sum = a_.bias ? load(a_.bias + column + j) : zero();
+        F16 sum = bias ? load(bias + column + j) : zero();
         for (int64_t w = 0; w < a_.width; w++)
           if (const T* row = rows[i + w])
             sum = fma(load(a_.conv + w * turned + column + j), load(row + column + j), sum);

@@ -11,9 +11,9 @@
 #include <optional>
 #include <tuple>
 
-#include "states.h"
 #include "latent.h"
 #include "mixture.h"
+#include "states.h"
 
 namespace penstock::shim {
 
@@ -273,7 +273,7 @@ void take_convolution(StatesArgs& a, const Tensor& conv, const Optional& bias, c
 Tensor take_step(StatesArgs& a, const Tensor& mixed, int64_t columns, const Tensor& query_start,
                  const Tensor& context_len, const Optional& states, const Optional& kept,
                  const char* what);
-void take_gates(RecurrentArgs& a, const Tensor& gates, const char* what);
+void take_gates(RecurrentArgs& a, const Tensor& gates, const std::string& name, const char* what);
 // The sequences of a step without a cache's blocks.
 Sequences sequences_of_states(const Tensor& query_start, const Tensor& context_len, int64_t tokens,
                               const char* what);

@@ -21,7 +21,7 @@ Tensor delta_rule(const Tensor& mixed, const Tensor& gates, const Tensor& conv, 
   DeltaArgs a = delta_args(form_of(mixed, "delta_rule: mixed"), form_of(gates, "delta_rule: gates"),
                            conv, rates, shift, norm, eps, state, inputs);
   const Tensor y = take_step(a, mixed, a.inner(), query_start, context_len, states, kept, "delta_rule");
-  take_gates(a, gates, "delta_rule");
+  take_gates(a, gates, "gates", "delta_rule");
   kernels().delta_rule(a);
   return y;
 }

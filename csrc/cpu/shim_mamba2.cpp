@@ -24,7 +24,7 @@ Tensor mamba2(const Tensor& mixed, const Tensor& steps, const Tensor& conv, Opti
   MambaArgs a = mamba_args(form_of(mixed, "mamba2: mixed"), form_of(steps, "mamba2: steps"), conv, bias,
                            rates, shift, skip, norm, eps, state, inputs);
   const Tensor y = take_step(a, mixed, a.inner(), query_start, context_len, states, kept, "mamba2");
-  take_gates(a, steps, "mamba2");
+  take_gates(a, steps, "steps", "mamba2");
   kernels().mamba2(a);
   return y;
 }

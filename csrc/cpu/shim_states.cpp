@@ -69,8 +69,8 @@ Tensor take_step(StatesArgs& a, const Tensor& mixed, int64_t columns, const Tens
   return y;
 }
 
-void take_gates(RecurrentArgs& a, const Tensor& gates, const char* what) {
-  STD_TORCH_CHECK(gates.size(0) == a.tokens, what, ": gates has ", gates.size(0), " rows, mixed ",
+void take_gates(RecurrentArgs& a, const Tensor& gates, const std::string& name, const char* what) {
+  STD_TORCH_CHECK(gates.size(0) == a.tokens, what, ": ", name, " has ", gates.size(0), " rows, mixed ",
                   a.tokens);
   a.gates = static_cast<const float*>(gates.data_ptr());
   a.gates_stride = gates.stride(0);

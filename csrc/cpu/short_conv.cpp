@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "states.h"
 #include "linear.h"
+#include "states.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {

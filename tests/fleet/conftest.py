@@ -64,7 +64,8 @@ class Running:
         """What /fleet says, once it is as expected."""
         end = time.monotonic() + seconds
         while not holds(found := self.get("/fleet")):
-            assert time.monotonic() < end, found
+            if time.monotonic() > end:
+                raise TimeoutError(f"after {seconds} s: {found}")
             time.sleep(0.05)
         return found
 

@@ -125,7 +125,8 @@ def alive(pid: int) -> bool:
 def until(holds: Callable[[], object], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end
+        if time.monotonic() > end:
+            raise TimeoutError(f"after {seconds} s")
         time.sleep(0.05)
 
 

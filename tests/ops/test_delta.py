@@ -213,6 +213,7 @@ def test_rows_may_be_strided() -> None:
         ({"states": [-1], "kept": [[3, 1], [2, 2]]}, "kept rows must rise"),
         ({"states": [4], "kept": [[3, 4]]}, "state 4 is both read and written"),
         ({"starts": [0, 19]}, "query_start must go from 0 to 20"),
+        ({"gates": torch.zeros(19, 8)}, "gates has 19 rows, mixed 20"),
         ({"gates": torch.zeros(20, 6)}, "gates must be float32 of 8 columns"),
         ({"norm": torch.zeros(3)}, "norm must be 48 contiguous float32"),
         ({"inputs": torch.zeros(SLOTS, 2, 320)}, "inputs must be"),

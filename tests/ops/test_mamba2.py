@@ -227,6 +227,7 @@ def test_rows_may_be_strided() -> None:
         ({"states": [SLOTS]}, f"state {SLOTS} is outside of {SLOTS}"),
         ({"states": [4], "kept": [[3, 4]]}, "state 4 is both read and written"),
         ({"starts": [0, 19]}, "query_start must go from 0 to 20"),
+        ({"steps": torch.zeros(19, 6)}, "steps has 19 rows, mixed 20"),
         ({"steps": torch.zeros(20, 5)}, "steps must be float32 of 6 columns"),
         ({"norm": torch.zeros(3)}, "norm must be 288 contiguous float32"),
         ({"skip": torch.zeros(3)}, "skip must be 6 contiguous float32"),

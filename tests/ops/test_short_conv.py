@@ -135,6 +135,7 @@ def test_what_cannot_be() -> None:
         (replace(case, states=[1], kept=[[3, 1]]), "both read and written"),
         (replace(case, kept=[[4, 1]]), "row 4 of 4"),
         (replace(case, mixed=case.mixed[:, :96]), r"conv must be \[2 to 16, 32\]"),
+        (replace(case, mixed=case.mixed[:, :97]), "97 columns, which aren't three times"),
         (replace(case, inputs=case.inputs[:, :1]), "inputs must be"),
         (replace(case, starts=[0, 3]), "must go from 0 to 4"),
     ):

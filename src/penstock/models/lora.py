@@ -18,7 +18,8 @@ from torch import Tensor
 from penstock.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
 from penstock.models.checkpoint import Source
 from penstock.models.over import Over
-from penstock.models.registry import ADAPTER, read_json
+from penstock.models.registry import ADAPTER, read_json, read_spec
+from penstock.models.weights import rules_name
 from penstock.quant import Codes
 
 WEIGHTS = "adapter_model.safetensors"
@@ -153,7 +154,7 @@ class LoraFiles:
         if all(_EXPERTS.search(name) for name in names):
             why = (
                 "It belongs to another model, or changes experts that lie in one tensor, which "
-                "isn't built: train it without."
+                "isn't built: train it on other matrices."
             )
         return WeightsError(
             f"The adapter in {self.folder} changes {len(names)} matrices that the model "
@@ -171,16 +172,24 @@ class Merged(Over):
         super().__init__(base)
         self.folder = folder
         self._lora = LoraFiles(folder)
-        self._changed = set(self._lora.names)
+        self._changed = self._find()  # a name here → the adapter's
         self._check()
 
-    def _check(self) -> None:
-        names = set(self._base.names())
-        strange = [name for name in self._lora.names if name not in names]
+    def _find(self) -> dict[str, str]:
+        """What the adapter changes; some spell names as transformers does, not as the file."""
+        names, wanted = self._base.names(), self._lora.names
+        if set(wanted) <= set(names):
+            return {name: name for name in wanted}
+        spec = read_spec(self._base.path)
+        there = {rules_name(name, spec): name for name in names}
+        strange = [name for name in wanted if rules_name(name, spec) not in there]
         if strange:
             raise self._lora.strange(strange)
-        for name in self._lora.names:
-            self._lora.check(name, self._base.shape(name))
+        return {there[rules_name(name, spec)]: name for name in wanted}
+
+    def _check(self) -> None:
+        for name, theirs in self._changed.items():
+            self._lora.check(theirs, self._base.shape(name))
             if self._base.scheme(name) is not None:
                 raise UnsupportedModelError(
                     f"{name} is quantized, so no adapter can be added to it. Merge it into the "
@@ -197,8 +206,9 @@ class Merged(Over):
         if name not in self._changed:
             return found
         assert isinstance(found, Tensor)
-        a, b = self._lora.read(name)
-        merged: Tensor = found.float() + self._lora.scale(name) * (b @ a)
+        theirs = self._changed[name]
+        a, b = self._lora.read(theirs)
+        merged: Tensor = found.float() + self._lora.scale(theirs) * (b @ a)
         if not bool(merged.isfinite().all()):
             raise WeightsError(f"{name} with the adapter in {self.folder} is NaN or infinite.")
         return merged.to(found.dtype)
@@ -206,7 +216,7 @@ class Merged(Over):
     @property
     def modules(self) -> list[str]:
         """Names of the matrices that change."""
-        return self._lora.names
+        return sorted(self._changed)
 
 
 def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:

@@ -8,13 +8,13 @@ Source: NVIDIA 2025, arXiv:2504.03624 and 2508.14444; transformers' `nemotron_h`
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from penstock.errors import UnsupportedModelError
 from penstock.models.common import (
     DENSE_RULES,
     attention,
     decoder,
+    layer_kinds,
     model_spec,
     routed_experts,
     some_attend,
@@ -27,6 +27,12 @@ from penstock.nn.spec import NO_MLP, AttentionSpec, LayerSpec, MambaSpec, MlpSpe
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+_EARLIER = {
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_n_groups": "n_groups",
+}
+"""Keys of earlier files, which count where both are there."""
 _MODULES = {"mamba": "mamba", "attention": "self_attn", "mlp": "mlp", "moe": "mlp"}
 _AT = "model.layers.{i}"
 _EXPERTS = tuple(
@@ -49,29 +55,19 @@ _RULES: tuple[Rule, ...] = (
 
 
 def _blocks(c: ConfigReader) -> list[str]:
-    """What each block is: of `_NAMES`' values, mlp or moe."""
-    pattern = c.get("hybrid_override_pattern")
+    """What each block is: one of `_MODULES`."""
     key = "layers_block_type" if c.has("layers_block_type") else "layer_types"
-    types: Any = c.get(key)
+    pattern, types = c.get("hybrid_override_pattern"), c.get(key)
+    named = dict(zip(_MODULES, _MODULES, strict=True)) | _NAMES
     if types is None and isinstance(pattern, str):
-        key, types = "hybrid_override_pattern", [_LETTERS.get(x, x) for x in pattern]
-    if not isinstance(types, list) or not types:
+        key, types, named = "hybrid_override_pattern", list(pattern), _LETTERS
+    if types is None or types == []:
         raise UnsupportedModelError(
-            "config.json says of no block what it is: neither layers_block_type nor "
-            f"hybrid_override_pattern names any ({pattern!r})."
+            "config.json says of no block what it is, by layers_block_type or by the letters of "
+            f"hybrid_override_pattern ({pattern!r})."
         )
-    blocks = [_NAMES.get(x, x) if isinstance(x, str) else x for x in types]
-    for i, block in enumerate(blocks):
-        if block not in _MODULES:
-            raise UnsupportedModelError(
-                f"{key} asks for {types[i]!r} in block {i}; built: {', '.join(_MODULES)}."
-            )
-    count = c.integer("num_hidden_layers", len(blocks))
-    if count != len(blocks):
-        raise UnsupportedModelError(
-            f"config.json: num_hidden_layers {count}, but {key} names {len(blocks)} blocks."
-        )
-    return blocks
+    count = c.integer("num_hidden_layers", len(types) if isinstance(types, list) else 1)
+    return layer_kinds(key, types, named, count)
 
 
 def _remembers(c: ConfigReader, eps: float) -> AttentionSpec:
@@ -80,6 +76,7 @@ def _remembers(c: ConfigReader, eps: float) -> AttentionSpec:
     c.only("mamba_proj_bias", (False,), False)
     for key in ("chunk_size", "expand", "mamba_ssm_cache_dtype", "use_mamba_kernels"):
         c.get(key)  # of kernels that take many tokens at a time; heads say how wide it is
+    c.replace(**{ours: c.get(theirs) for theirs, ours in _EARLIER.items() if c.has(theirs)})
     mamba = MambaSpec(
         c.integer("mamba_head_dim", 64),
         c.integer("conv_kernel", 4),
@@ -106,6 +103,8 @@ def _feed_forward(c: ConfigReader, blocks: list[str]) -> dict[str, MlpSpec]:
         c.only("moe_latent_size", (None,), None)
         c.only("n_shared_experts", (1,), 1)
         c.only("mlp_bias", (False,), False)
+        c.assume(topk_group=1)
+        c.replace(hidden_act="silu")  # of gates, which these have none of
         mixed = routed_experts(c, 8, 2, normalize=True, scale=1.0, groups=1)
         assert mixed.experts is not None
         shared = c.integer("moe_shared_expert_intermediate_size", 7688)
@@ -133,12 +132,12 @@ def read_config(c: ConfigReader) -> ModelSpec:
     c.only("residual_in_fp32", (False,), False)
     c.only("sliding_window", (None,), None)
     c.only("attention_bias", (False,), False)
-    eps, dim = c.number("layer_norm_epsilon", 1e-5), c.integer("attention_head_dim", 128)
+    eps = c.number("layer_norm_epsilon", 1e-5)
     for key in ("rms_norm_eps", "norm_eps"):  # where it is said twice
         c.only(key, (eps,), eps)
-    if c.has("attention_head_dim"):  # as the first ones call it
-        c.only("head_dim", (dim,), dim)
-    attends = attention(c, None, c.integer("head_dim", dim))
+    dim = c.integer("attention_head_dim" if c.has("attention_head_dim") else "head_dim", 128)
+    c.only("head_dim", (dim,), dim)  # which the first files call otherwise
+    attends = attention(c, None, dim)
     kinds = {"attention": attends, "mamba": _remembers(c, eps)}
     blocks = _blocks(c)
     feed_forward = _feed_forward(c, blocks)

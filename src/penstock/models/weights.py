@@ -47,8 +47,8 @@ def _compile(template: str) -> re.Pattern[str]:
     return re.compile(pattern.replace(r"\{p\}", r"(?P<p>weight|bias)"))
 
 
-def _short(name: str, spec: ModelSpec) -> str:
-    """A tensor's name as rules have it."""
+def rules_name(name: str, spec: ModelSpec) -> str:
+    """A tensor's name as rules have it: what a checkpoint and an adapter may spell apart."""
     for prefix in spec.prefixes:
         name = name.removeprefix(prefix)
     for beginning, meaning in spec.aliases:
@@ -75,7 +75,7 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, Weigh
     plans: dict[str, WeightPlan] = {}
     unknown: list[str] = []
     for name in names:
-        short = _short(name, spec)
+        short = rules_name(name, spec)
         if any(rule.matches(short) for rule in ignores):
             continue
         taken = False
@@ -217,7 +217,7 @@ def _sources(target: str, spec: ModelSpec, known: set[str]) -> str:
             match = _compile(rule.target).fullmatch(target)
             if match:
                 sources = [_fill(source, match.groupdict()) for source in rule.sources]
-                found += map(list, zip(*(_spellings(x, spec) for x in sources), strict=True))
+                found += map(list, zip(*(_spellings(x, spec) for x in sources), strict=False))
 
     def begins(sources: list[str]) -> int:
         return max(len(start) for start in _starts(sources[0]) if start in known)

@@ -33,6 +33,7 @@ def check_expressible(decoder: Decoder) -> None:
             "has gated attention": a.gated,
             f"keeps keys and values in {a.kv_rank} dimensions (kv_rank)": bool(a.kv_rank),
             "has experts": layer.mlp.experts is not None,
+            "has no feed-forward block": not layer.mlp.intermediate,
             f"has the operator {foreign} of another package": bool(foreign),
             "has attention sinks": a.sinks,
         }

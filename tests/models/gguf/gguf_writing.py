@@ -131,7 +131,7 @@ def write_config(
         writer.add_nextn_predict_layers(guesses)
     writer.add_head_count(c.num_attention_heads)
     if "nemotron_h" in arch:
-        write_nemotron(writer, c)
+        write_nemotron(writer, c, guesses)
         return
     if arch == "gpt2":
         writer.add_feed_forward_length(c.n_inner or 4 * c.n_embd)
@@ -264,15 +264,16 @@ def write_mamba(writer: gguf.GGUFWriter, c: Any) -> None:
         writer.add_expert_used_count(c.num_experts_per_tok)
 
 
-def write_nemotron(writer: gguf.GGUFWriter, c: Any) -> None:
-    """Sizes of what blocks may be; which is which shows in the tensors."""
-    mixed, kinds = "moe" in c.layers_block_type, c.layers_block_type
+def write_nemotron(writer: gguf.GGUFWriter, c: Any, guesses: int) -> None:
+    """Sizes of what blocks may be; which is which shows in the tensors. What guesses is both."""
+    mixed, kinds = "moe" in c.layers_block_type, c.layers_block_type + ["both"] * guesses
     writer.add_layer_norm_eps(c.layer_norm_epsilon)
-    writer.add_head_count_kv([c.num_key_value_heads * (x == "full_attention") for x in kinds])
+    attend = ("full_attention", "both")
+    writer.add_head_count_kv([c.num_key_value_heads * (x in attend) for x in kinds])
     writer.add_key_length(c.head_dim)
     writer.add_value_length(c.head_dim)
     inner = c.moe_intermediate_size if mixed else c.intermediate_size
-    writer.add_feed_forward_length([inner * (x in ("mlp", "moe")) for x in kinds])
+    writer.add_feed_forward_length([inner * (x in ("mlp", "moe", "both")) for x in kinds])
     writer.add_ssm_conv_kernel(c.conv_kernel)
     writer.add_ssm_state_size(c.ssm_state_size)
     writer.add_ssm_group_count(c.n_groups)

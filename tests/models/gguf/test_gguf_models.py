@@ -119,7 +119,11 @@ def test_heads_of_latents_in_one_matrix(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3_5", "qwen3_5-moe"]
+    "name",
+    [
+        *("deepseek-v3", "glm4-moe", "glm4-moe-lite"),
+        *("qwen3-next", "qwen3_5", "qwen3_5-moe", "nemotron-h-moe"),
+    ],
 )
 def test_layers_that_guess(name: str, tmp_path: Path) -> None:
     model = make(name)

@@ -34,10 +34,10 @@ _NAMES = {
 _LETTERS = (("ssm_in", "M"), ("attn_q", "*"), ("ffn_up_exps", "E"), ("ffn_up", "-"))
 
 
-def _pattern(m: Metadata, c: Container) -> str:
+def _pattern(m: Metadata, c: Container, blocks: int) -> str:
     """A letter for each block, by a matrix that only its kind has."""
     found = ""
-    for i in range(layers_of(m, c)):
+    for i in range(blocks):
         kinds = [letter for stem, letter in _LETTERS if f"blk.{i}.{stem}.weight" in c.tensors]
         if len(kinds) != 1:
             stems = ", ".join(stem for stem, _ in _LETTERS)
@@ -47,6 +47,10 @@ def _pattern(m: Metadata, c: Container) -> str:
 
 
 def _experts(m: Metadata) -> Config:
+    groups = m.integer(m.own("expert_group_count"), 1) or 1
+    if groups == 1:
+        m.get(m.own("expert_group_used_count"))
+    chosen = 1 if groups == 1 else m.integer(m.own("expert_group_used_count"))
     return {
         "n_routed_experts": m.integer(m.own("expert_count")),
         "num_experts_per_tok": m.integer(m.own("expert_used_count")),
@@ -57,8 +61,8 @@ def _experts(m: Metadata) -> Config:
         "n_shared_experts": m.integer(m.own("expert_shared_count"), 1),
         "routed_scaling_factor": m.number(m.own("expert_weights_scale"), 1.0) or 1.0,
         "norm_topk_prob": m.flag(m.own("expert_weights_norm"), False),
-        "n_group": m.integer(m.own("expert_group_count"), 1) or 1,
-        "topk_group": m.integer(m.own("expert_group_used_count"), 1) or 1,
+        "n_group": groups,
+        "topk_group": chosen,
         "moe_latent_size": m.integer(m.own("moe_latent_size"), 0) or None,
     }
 
@@ -75,13 +79,11 @@ _OF_EXPERTS = """expert_count expert_used_count expert_feed_forward_length exper
 def _config(m: Metadata, c: Container) -> Config:
     for key in (*_UNUSED, *_OF_EXPERTS):
         m.get(m.own(key))
-    guesses = m.integer(m.own("nextn_predict_layers"), 0)
-    if guesses:
-        raise m.fail(
-            m.own("nextn_predict_layers"), guesses,
-            "0: blocks that guess ahead aren't read. Convert the checkpoint with --no-mtp",
-        )  # fmt: skip
-    pattern, heads = _pattern(m, c), m.integer(m.own("ssm.time_step_rank"))
+    guesses, blocks = m.integer(m.own("nextn_predict_layers"), 0), layers_of(m, c)
+    if guesses >= blocks:
+        raise m.fail(m.own("nextn_predict_layers"), guesses, f"below the {blocks} blocks")
+    pattern = _pattern(m, c, blocks - guesses)
+    heads = m.integer(m.own("ssm.time_step_rank"))
     inner = m.integer(m.own("ssm.inner_size"))
     if not heads or inner % heads:
         raise m.fail(m.own("ssm.inner_size"), inner, f"a multiple of the {heads} heads")
@@ -96,6 +98,7 @@ def _config(m: Metadata, c: Container) -> Config:
         "architectures": ["NemotronHForCausalLM"],
         "hybrid_override_pattern": pattern,
         "num_hidden_layers": len(pattern),
+        "num_nextn_predict_layers": guesses,
         "hidden_size": m.integer(m.own("embedding_length")),
         "num_attention_heads": m.integer(m.own("attention.head_count")),
         "num_key_value_heads": max(heads_by_layer(m, c, "states or feed-forward blocks")),

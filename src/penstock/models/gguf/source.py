@@ -75,9 +75,11 @@ class GgufSource:
             tiled = self._architecture.value_heads == "in turns"
             self._delta = DeltaOrder.of(self.config, tiled)
         dropped = {*FACTORS, *(("output.weight",) if is_tied(self._container) else ())}
+        scanned = self._architecture.scanned and self.config.get("num_nextn_predict_layers")
+        guess = self._delta is not None or scanned  # some layers do, and are left out
         self._where: dict[str, tuple[str, TensorInfo]] = {}
         for name, tensor in self._container.tensors.items():
-            if name in dropped or (self._delta and self._guesses(name)):
+            if name in dropped or (guess and self._guesses(name)):
                 continue
             stem, named = self._translate(name)
             for there, part in _experts(named, tensor):

@@ -242,6 +242,8 @@ def _why_not(decoder: DecoderSpec) -> str | None:
         return "attention over latents (MLA)"
     if has_states(decoder.layers):
         return "layers with states"
+    if not all(layer.mlp.intermediate for layer in decoder.layers):
+        return "layers without a feed-forward block"
     return None
 
 
