@@ -38,6 +38,8 @@ class Scripted:
         self.answer: tuple[int, Any, dict[str, str]] = (200, {"ok": True}, {})
         self.asked: list[tuple[str, dict[str, str], Any]] = []
         self.wait_s = 0.0
+        self._go = threading.Event()
+        self._go.set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -59,6 +61,7 @@ class Scripted:
                 headers = {k.lower(): v for k, v in self.headers.items()}
                 outer.asked.append((self.path, headers, json.loads(body or b"null")))
                 time.sleep(outer.wait_s)
+                outer._go.wait(60)
                 self._say(*outer.answer)
 
             def _say(self, status: int, said: Any, headers: dict[str, str] | None = None) -> None:
@@ -78,6 +81,15 @@ class Scripted:
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Its answers wait for the end of this."""
+        self._go.clear()
+        try:
+            yield
+        finally:
+            self._go.set()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -244,29 +256,27 @@ def before_with_keys(scripted: Scripted, keys: tuple[Key, ...]) -> Iterator[Runn
 
 def test_one_at_a_time_of_a_key(scripted: Scripted) -> None:
     with before(scripted, server=front(limits=Limits(max_concurrency=1))) as fleet:
-        scripted.wait_s = 0.5
         thread = threading.Thread(target=fleet.post, args=("/v1/completions", PROMPT))
-        thread.start()
-        fleet.until(lambda x: x["running"] == 1)
-        assert fleet.post("/v1/completions", PROMPT).status_code == 429
+        with scripted.held():
+            thread.start()
+            fleet.until(lambda x: x["running"] == 1)
+            assert fleet.post("/v1/completions", PROMPT).status_code == 429
         thread.join()
         assert fleet.post("/v1/completions", PROMPT).status_code == 200
 
 
 def test_a_request_that_takes_too_long(scripted: Scripted) -> None:
-    with before(scripted, server=front(request_timeout_s=0.2)) as fleet:
-        scripted.wait_s = 1
+    with before(scripted, server=front(request_timeout_s=0.2)) as fleet, scripted.held():
         answer = fleet.post("/v1/completions", PROMPT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
         fleet.until(lambda x: x["running"] == 0 and x["models"][0]["outstanding"] == 0)
 
 
 def test_who_leaves_frees_his_place(scripted: Scripted) -> None:
-    with before(scripted) as fleet:
-        scripted.wait_s = 1
+    with before(scripted) as fleet, scripted.held():
         with fleet.client(), pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{fleet.url}/v1/completions", json=PROMPT, timeout=0.2)
-        fleet.until(lambda x: x["running"] == 0 and x["models"][0]["outstanding"] == 0, 0.7)
+        fleet.until(lambda x: x["running"] == 0 and x["models"][0]["outstanding"] == 0)
 
 
 def test_busy_comes_through_and_dying_does_not(scripted: Scripted) -> None:
@@ -452,19 +462,19 @@ class TestEnsembles:
 def test_demand(scripted: Scripted) -> None:
     with before(scripted) as fleet:
         assert fleet.model("stories")["demand"] == 0
-        scripted.wait_s = 1
         threads = [
             threading.Thread(target=fleet.post, args=("/v1/completions", {**PROMPT, "n": 3}))
             for _ in range(2)
         ]
-        for thread in threads:
-            thread.start()
-        found = fleet.until(lambda x: x["models"][0]["outstanding"] == 6)["models"][0]
-        assert found["demand"] == 6 / 4
-        assert found["wanted"] == math.ceil(6 / (4 * 0.75)) == 2
-        text = fleet.text("/metrics")
-        assert 'penstock_fleet:demand{model_name="stories"} 1.5' in text
-        assert 'penstock_fleet:instances_wanted{model_name="stories"} 2.0' in text
+        with scripted.held():
+            for thread in threads:
+                thread.start()
+            found = fleet.until(lambda x: x["models"][0]["outstanding"] == 6)["models"][0]
+            assert found["demand"] == 6 / 4
+            assert found["wanted"] == math.ceil(6 / (4 * 0.75)) == 2
+            text = fleet.text("/metrics")
+            assert 'penstock_fleet:demand{model_name="stories"} 1.5' in text
+            assert 'penstock_fleet:instances_wanted{model_name="stories"} 2.0' in text
         for thread in threads:
             thread.join()
 

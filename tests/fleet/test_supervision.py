@@ -225,7 +225,6 @@ def test_headers_of_streams(scripted: Scripted) -> None:
 class TestManySamples:
     def test_numbers_that_cannot_be(self, scripted: Scripted) -> None:
         with before(scripted) as fleet:
-            scripted.wait_s = 0.3
             body = f'{{"model": "stories", "prompt": "a", "n": 1{"0" * 400}}}'
             done: list[int] = []
 
@@ -234,11 +233,12 @@ class TestManySamples:
                     done.append(client.post("/v1/completions", content=body).status_code)
 
             thread = threading.Thread(target=ask)
-            thread.start()
-            fleet.until(lambda x: x["models"][0]["outstanding"] == 4096)
-            for path in ("/fleet", "/load"):
-                assert fleet.get(path)
-            assert "instances_wanted" in fleet.text("/metrics")
+            with scripted.held():
+                thread.start()
+                fleet.until(lambda x: x["models"][0]["outstanding"] == 4096)
+                for path in ("/fleet", "/load"):
+                    assert fleet.get(path)
+                assert "instances_wanted" in fleet.text("/metrics")
             thread.join()
             assert done == [200]
 
