@@ -73,6 +73,12 @@ def test_groups_that_a_file_leaves_out() -> None:
         _experts(m)
 
 
+def test_experts_by_a_softmax() -> None:
+    values = {"general.architecture": "x", "x.expert_gating_func": 1}
+    with pytest.raises(UnsupportedModelError, match="expert_gating_func must be 2"):
+        _experts(Metadata(values, "m.gguf"))
+
+
 @pytest.mark.parametrize("prefix", ["backbone", "model"])
 def test_an_adapter_by_either_name(dense: Tiny, prefix: str, tmp_path: Path) -> None:
     """transformers calls the model otherwise than its files do."""

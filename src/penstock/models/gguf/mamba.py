@@ -31,16 +31,22 @@ _EXPERTS = {f"ffn_{x}_exps": f"{LAYER}block_sparse_moe.experts.{{e}}.{x}_proj" f
     "ffn_gate_inp": f"{LAYER}block_sparse_moe.router",
     **{f"ffn_{x}_shexp": f"{LAYER}shared_mlp.{at}" for x, at in _BLOCK},
 }
-_SCANNED = {
-    "ssm_in": f"{_AT}in_proj",
-    "ssm_conv1d": f"{_AT}conv1d",
-    "ssm_dt": f"{_AT}dt_bias",
-    "ssm_a": f"{_AT}A_log",
-    "ssm_d": f"{_AT}D",
-    "ssm_norm": f"{_AT}norm",
-    "ssm_out": f"{_AT}out_proj",
-    **{f"ffn_{x}": f"{LAYER}shared_mlp.{at}" for x, at in _BLOCK},
-}
+
+
+def scanned_names(at: str) -> dict[str, str]:
+    """What a checkpoint calls Mamba 2's tensors, whose names begin with `at`."""
+    return {
+        "ssm_in": f"{at}in_proj",
+        "ssm_conv1d": f"{at}conv1d",
+        "ssm_dt": f"{at}dt_bias",
+        "ssm_a": f"{at}A_log",
+        "ssm_d": f"{at}D",
+        "ssm_norm": f"{at}norm",
+        "ssm_out": f"{at}out_proj",
+    }
+
+
+_SCANNED = scanned_names(_AT) | {f"ffn_{x}": f"{LAYER}shared_mlp.{at}" for x, at in _BLOCK}
 _FLAT = ("ssm_a", "ssm_d", "ssm_norm")
 """Stems of what has one number of each head, or of each channel, in more than one dimension."""
 

@@ -6,6 +6,7 @@ Names and values are those of llama.cpp's converters (github.com/ggml-org/llama.
 from __future__ import annotations
 
 from penstock.models.gguf.container import Container
+from penstock.models.gguf.mamba import scanned_names
 from penstock.models.gguf.metadata import Metadata
 from penstock.models.gguf.parts import QK, Architecture, Config, heads_by_layer, layers_of
 
@@ -18,19 +19,14 @@ _NAMES = {
     "attn_norm": f"{_AT}norm",
     **{f"attn_{x}": f"{_MIXER}{x}_proj" for x in "qkv"},
     "attn_output": f"{_MIXER}o_proj",
-    "ssm_in": f"{_MIXER}in_proj",
-    "ssm_conv1d": f"{_MIXER}conv1d",
-    "ssm_dt": f"{_MIXER}dt_bias",
-    "ssm_a": f"{_MIXER}A_log",
-    "ssm_d": f"{_MIXER}D",
-    "ssm_norm": f"{_MIXER}norm",
-    "ssm_out": f"{_MIXER}out_proj",
+    **scanned_names(_MIXER),
     **{f"ffn_{x}": f"{_MIXER}{x}_proj" for x in ("up", "down")},
     **{f"ffn_{x}_exps": f"{_MIXER}experts.{{e}}.{x}_proj" for x in ("up", "down")},
     **{f"ffn_{x}_shexp": f"{_MIXER}shared_experts.{x}_proj" for x in ("up", "down")},
     "ffn_gate_inp": f"{_MIXER}gate",
     "exp_probs_b": f"{_MIXER}gate.e_score_correction_bias",
 }
+_SIGMOID = 2  # of llama.cpp's gating functions
 _LETTERS = (("ssm_in", "M"), ("attn_q", "*"), ("ffn_up_exps", "E"), ("ffn_up", "-"))
 
 
@@ -47,6 +43,9 @@ def _pattern(m: Metadata, c: Container, blocks: int) -> str:
 
 
 def _experts(m: Metadata) -> Config:
+    gating = m.integer(m.own("expert_gating_func"), _SIGMOID)
+    if gating != _SIGMOID:
+        raise m.fail(m.own("expert_gating_func"), gating, f"{_SIGMOID}, experts by sigmoids")
     groups = m.integer(m.own("expert_group_count"), 1) or 1
     if groups == 1:
         m.get(m.own("expert_group_used_count"))
