@@ -14,7 +14,7 @@ from penstock.kernels import native
 from penstock.models.load import load_model
 from penstock.nn import Decoder
 from penstock.pipeline import PASSES, Graph, export_graph, load_graph, optimize
-from penstock.pipeline.graph import retrace, weights_of
+from penstock.pipeline.graph import settled, weights_of
 from penstock.pipeline.nodes import calls, insert
 from penstock.runtime import Program
 from tests.exactness.bits import Machine, build
@@ -139,7 +139,7 @@ def test_a_norm_of_rows_that_change_before_the_product(decoder: Decoder) -> None
     work = export_graph(decoder, Machine(decoder).kv)
     norm = calls(work.module.graph, "rms_norm")[0]
     insert(work.module.graph, norm.next, "add_", {"residual": _residual(work), "x": norm})
-    changed = retrace(work)
+    changed = settled(work)
     done = optimize(changed, ["fuse-norm-linear"])
     assert done.changes["fuse-norm-linear"] == 6
     weights = weights_of(decoder)
@@ -152,7 +152,7 @@ def test_a_product_that_is_read_twice(decoder: Decoder) -> None:
     gate = calls(work.module.graph, "gate")[0]
     add = calls(work.module.graph, "add_")[0]
     insert(work.module.graph, add, "add_", {"residual": add.args[0], "x": add.args[1]})
-    assert operator_count(retrace(work), "fuse-residual") == 3
+    assert operator_count(settled(work), "fuse-residual") == 3
     assert gate.args
 
 
@@ -166,7 +166,7 @@ def test_dead_code(decoder: Decoder) -> None:
     insert(work.module.graph, first, "gate", {
         "x": _residual(work), "activation": 1, "gated": False, "out_features": 224,
     })  # fmt: skip
-    done = optimize(retrace(work), ["dead-code"])
+    done = optimize(settled(work), ["dead-code"])
     assert done.changes == {"dead-code": 1} and len(done.after) == len(done.before) - 1
 
 

@@ -14,7 +14,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
@@ -146,24 +155,46 @@ def export_graph(decoder: nn.Module, kv: KV) -> Graph:
     stencil = _Stencil(decoder)
     graph = trace(stencil, kv, weights_of(decoder), {})
     to_plain(graph.module.graph)
-    return retrace(graph)
+    return settled(graph)
 
 
-def retrace(graph: Graph) -> Graph:
-    """A consistent graph of one whose nodes were rewritten in place."""
-    graph.module.graph.lint()
-    graph.module.recompile()
-    nodes = graph.nodes[2]
-    used = {name: nodes[name].meta["val"] for name in nodes}
+def settled(graph: Graph) -> Graph:
+    """A graph that can be saved and compiled, of one whose nodes were rewritten in place.
 
-    def run(step: Step, kv: KV, weights: Weights) -> Tensor:
-        arrays = (getattr(step, f.name) for f in fields(step))
-        parts = (part for layer in kv for part in layer)
-        (logits,) = graph.module(*arrays, *parts, *(weights[name] for name in used))
-        found: Tensor = logits
-        return found
-
-    return trace(run, graph.caches, used, graph.derived)
+    What each operator returns is found anew, by its checks of what it is given; the weights are
+    those that are inputs now.
+    """
+    module, program = graph.module, graph.program
+    module.graph.lint()
+    module.recompile()
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    fake = given[0].meta["val"].fake_mode
+    FakeTensorProp(module, fake).propagate_dont_convert_inputs(*(n.meta["val"] for n in given))
+    (output,) = module.graph.output_node().args[0]
+    root = program.module_call_graph[0]
+    root = replace(
+        root,
+        signature=replace(
+            root.signature,
+            inputs=[TensorArgument(name=node.name) for node in given],
+            outputs=[TensorArgument(name=output.name)],
+            in_spec=pytree.tree_structure((graph.nodes, {})),
+        ),
+    )
+    signature = ExportGraphSignature(
+        [InputSpec(InputKind.USER_INPUT, arg, None) for arg in root.signature.inputs],
+        [OutputSpec(OutputKind.USER_OUTPUT, arg, None) for arg in root.signature.outputs],
+    )
+    settled = ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=signature,
+        state_dict={},
+        range_constraints=program.range_constraints,
+        module_call_graph=[root],
+        verifiers=program.verifiers,
+    )
+    return Graph(settled, graph.derived)
 
 
 def trace(

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from penstock.errors import ConfigError, nearest
-from penstock.pipeline.graph import Graph, retrace
+from penstock.pipeline.graph import Graph, settled
 from penstock.pipeline.nodes import (
     arguments,
     calls,
@@ -64,7 +64,7 @@ def optimize(graph: Graph, passes: Iterable[str] | None = None) -> Optimized:
         work = Graph(copy.deepcopy(graph.program), dict(graph.derived))
     draft = _Draft(work.module.graph, work.nodes[2], work.derived)
     changes = {name: rewrite(draft) for name, rewrite in PASSES.items() if name in chosen}
-    after = retrace(work)
+    after = settled(work)
     return Optimized(after, graph.operators(), after.operators(), changes)
 
 
