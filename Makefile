@@ -4,18 +4,20 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: run test check clean
+.PHONY: run test test-all check clean
 
 run: .venv/.run  ## generate text with the embedded model; tokens/s and the share of the floor
 	$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200 --seed 1 --stats
 
 # Tests start hundreds of processes: none should compile the modules anew.
-test: export PYTHONDONTWRITEBYTECODE =
-test: .venv/.dev  ## the test suite: offline, no GPU; in JOBS processes, then what must run alone
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m "$(FAST) and not alone"
-	$(BIN)/python -m pytest -m "$(FAST) and alone" \
-		$$(grep --recursive --files-with-matches --include="test_*.py" mark.alone tests)
+test test-all: export PYTHONDONTWRITEBYTECODE =
+test: .venv/.dev  ## the quick suite: a share of each test's cases; in JOBS processes, then what must run alone
+	$(RUN_TESTS) --quick
+	$(RUN_ALONE)
+
+test-all: .venv/.dev  ## every test that needs no GPU: an hour on two cores
+	$(RUN_TESTS) --write-durations
+	$(RUN_ALONE)
 
 check: .venv/.dev  ## style, types, layers
 	$(BIN)/ruff check
@@ -24,6 +26,10 @@ check: .venv/.dev  ## style, types, layers
 	$(BIN)/lint-imports
 
 FAST := not slow and not gpu
+RUN_TESTS = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
+	-m "$(FAST) and not alone"
+RUN_ALONE = $(BIN)/python -m pytest -m "$(FAST) and alone" \
+	$$(grep --recursive --files-with-matches --include="test_*.py" mark.alone tests)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/cpu/*)
 
 .venv/bin/python:

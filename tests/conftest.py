@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock.kernels import native
+from tests import quick
 
 if not torch.cuda.is_available():  # before Triton is imported by anybody
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,7 +24,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _freeze, _usual = gc.freeze, gc.get_threshold()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    quick.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(quick.Durations())
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What measures times may fail once, and what waits for other processes may wait too long:
     other programs, on a shared machine, held it up. The report tells of it. Nothing else gets a
     second try: whatever is wrong once is wrong.
@@ -34,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif item.get_closest_marker("multiprocess"):
             late = r"TimeoutError|TimeoutExpired|ReadTimeout|ConnectTimeout"
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5, only_rerun=late))
+    if config.getoption("--quick"):
+        quick.leave_out(config, items)
 
 
 def pytest_collection_finish() -> None:

@@ -188,11 +188,13 @@ def _is_late(file: Path) -> bool:
 
 
 # Templates that leave out or rewrite what was said in such a conversation: the pin is refused.
+LOOKED_AT: list[Path] = []
 WORKED: list[Path] = []
 
 
 @pytest.mark.parametrize("file", _real())
 def test_pins_through_real_templates(tokenizer: Tokenizer, file: Path) -> None:
+    LOOKED_AT.append(file)
     prompts = Prompts(tokenizer, 10**6)
     rendering = Rendering(chat_template=file.read_text())
     for roles, at in (("suau", 0), ("uau", 1)):
@@ -206,9 +208,9 @@ def test_pins_through_real_templates(tokenizer: Tokenizer, file: Path) -> None:
 
 
 def test_most_real_templates_pin() -> None:
-    if not TEMPLATES.is_dir() or not WORKED:
-        pytest.skip(f"no templates at {TEMPLATES}, or they weren't run")
-    assert len(set(WORKED)) > 0.75 * len(_real())
+    if len(LOOKED_AT) < 10:
+        pytest.skip(f"too few templates were looked at: {len(LOOKED_AT)} of those at {TEMPLATES}")
+    assert len(set(WORKED)) > 0.75 * len(LOOKED_AT)
 
 
 def test_each_mark_has_its_own_time(tokenizer: Tokenizer) -> None:

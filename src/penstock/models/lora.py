@@ -240,7 +240,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise UnsupportedModelError(
-                f"{folder / ADAPTER} asks for {key}={config.get(key)!r}, which isn't a plain LoRA."
+                f"{folder / ADAPTER} asks for {key}={config.get(key)!r}, which isn't a plain LoRA. "
+                "Merge it into its model with PEFT's merge_and_unload, and run that."
             )
     start = config.get("init_lora_weights")
     if not isinstance(start, bool | None) and str(start).lower() not in _LEFT_ALONE:
