@@ -21,6 +21,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from penstock.models.load import LoadedModel, load_model
+from penstock.models.registry import read_spec
+from penstock.models.vision.processor import open_pictures
 
 TEXT = {
     "hidden_size": 64,
@@ -59,6 +61,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     made.decoder = decoders.ByteLevel()
     names = ["<end>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     names += [f"<row_{y}_col_{x}>" for y in range(1, 7) for x in range(1, 7)]
+    names += ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    names += [f"<|img_row_{y}_col_{x}|>" for y in range(1, 4) for x in range(1, 5)]
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
     tokenizer.chat_template = TEMPLATE
@@ -284,6 +288,71 @@ def make_internvl(folder: Path, *, pooled: bool = True, text: str = "Qwen2") -> 
     given = {"image_processor_type": "GotOcr2ImageProcessorFast", **own, "crop_to_patches": False}
     _write(folder, model, given, tokenizer)
     return SeeingModel(folder, model, InternProcessor(GotOcr2ImageProcessorPil(**own), tokenizer))
+
+
+def make_lfm2(folder: Path, *, mixed: bool = False, normed: bool = True) -> SeeingModel:
+    """Tokens of 16 pixels, tiles of 48, a table of five by five positions; mixed: with experts."""
+    torch.manual_seed(13)
+    text: dict[str, Any] = {
+        **TEXT, "bos_token_id": 1, "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    }  # fmt: skip
+    if mixed:
+        text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        text |= {"num_dense_layers": 1}
+    kind = "Lfm2Moe" if mixed else "Lfm2"
+    vision = {k: v for k, v in VISION.items() if k != "image_size"}
+    config = transformers.Lfm2VlConfig(
+        vision_config=transformers.Siglip2VisionConfig(
+            **{**vision, "patch_size": 8, "num_patches": 25, "vision_use_head": False}
+        ),
+        text_config=getattr(transformers, f"{kind}Config")(**text),
+        image_token_id=IMAGE,
+        projector_hidden_size=72,
+        projector_use_layernorm=normed,
+    )
+    model = transformers.Lfm2VlForConditionalGeneration(config).eval()
+    tokenizer = make_tokenizer()
+    own = {
+        "image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 8,
+        "tile_size": 48, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 12,
+    }  # fmt: skip
+    _write(folder, model, own, tokenizer)
+    return SeeingModel(folder, model, LfmProcessor(folder, tokenizer))
+
+
+class LfmProcessor:
+    """What transformers' processor does of pieces: it needs torchvision. How they are cut is held
+    to it in `test_pictures.py`.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self.folder, self.tokenizer = folder, tokenizer
+
+    def __call__(self, *, text: str, images: list[Image.Image], return_tensors: str) -> Any:
+        spec = read_spec(self.folder)
+        assert spec.pictures is not None and spec.decoder.vision is not None
+        cutter = open_pictures(self.folder, spec.pictures, spec.decoder.vision, "<|>").cutter
+        pieces, shapes = [], []
+        for image in images:
+            found = cutter.cut(image)
+            text = text.replace("<image>", found.text, 1)
+            for tile in found.tiles:
+                high, wide = tile.shape[1] // 8, tile.shape[2] // 8
+                x = (tile.float() / 255 - 0.5) / 0.5
+                x = x.view(3, high, 8, wide, 8).permute(1, 3, 2, 4, 0).reshape(high * wide, -1)
+                pieces.append(x)
+                shapes.append([high, wide])
+        most = max(map(len, pieces))
+        mask = torch.tensor([[1] * len(x) + [0] * (most - len(x)) for x in pieces])
+        ids = self.tokenizer(text.replace("<|>", "<image>"), return_tensors=return_tensors)
+        pad = torch.nn.functional.pad
+        return {
+            **ids,
+            "pixel_values": torch.stack([pad(x, (0, 0, 0, most - len(x))) for x in pieces]),
+            "spatial_shapes": torch.tensor(shapes),
+            "pixel_attention_mask": mask,
+        }
 
 
 class InternProcessor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.models.seeing import (
     SeeingModel,
     make_idefics3,
     make_internvl,
+    make_lfm2,
     make_llava,
     make_qwen,
     make_qwen3,
@@ -253,6 +255,61 @@ def test_grids_that_arent_built(values: dict[str, Any], said: str, tmp_path: Pat
         pictures_of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("size", "settings", "tokens", "digest"),
+    [
+        ((56, 56), "tiny", 9, "3285dba43db3dc45"),
+        ((57, 56), "tiny", 9, "f1beb5ce118fb38a"),
+        ((30, 20), "tiny", 6, "60dc5f24fe667453"),
+        ((1, 199), "tiny", 12, "fa0c01dcefd68054"),
+        ((199, 1), "tiny", 12, "571c00e8acb9dcd2"),
+        ((512, 64), "tiny", 45, "92b1ca266f9fb018"),
+        ((100, 333), "tiny", 33, "0dda3487a8ede69c"),
+        ((2000, 1500), "tiny", 48, "1521b274ce6587da"),
+        ((300, 200), "published", 70, "b2f67a05284410c6"),
+        ((1000, 700), "published", 1783, "83ae5a0ebfc66d7f"),
+        ((700, 1000), "published", 1783, "bbbcdfdc87216bfe"),
+    ],
+)
+def test_cut_into_pieces(
+    size: tuple[int, int], settings: str, tokens: int, digest: str, tmp_path: Path
+) -> None:
+    """The text and bytes of transformers 5.24's processor, which needs torchvision (0.28)."""
+    make_lfm2(tmp_path)
+    if settings == "published":
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["vision_config"]["patch_size"] = 16
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "preprocessor_config.json").write_text("{}")
+    found = pictures_of(tmp_path).cutter.cut(picture(*size))
+    assert found.text.count("<image>") == found.tokens == tokens
+    seen = hashlib.sha256(found.text.encode())
+    for tile in found.tiles:
+        seen.update(tile.numpy().tobytes())
+    assert seen.hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"encoder_patch_size": 16}, "encoder_patch_size is 16, its tower's 8"),
+        ({"downsample_factor": 1}, "downsample_factor is 1, its tower's 2"),
+        ({"tile_size": 40}, "tile_size is 40"),
+        ({"resample": 3}, "resample is 3"),
+        ({"min_tiles": 5}, "min_tiles is 5"),
+        ({"min_image_tokens": 13}, "min_image_tokens is 13"),
+        ({"max_image_tokens": 0}, "max_image_tokens is 0"),
+        ({"use_thumbnail": 1}, "use_thumbnail is 1"),
+        ({"max_pixels_tolerance": "2"}, "max_pixels_tolerance is '2'"),
+    ],
+)
+def test_pieces_that_arent_built(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    make_lfm2(tmp_path)
+    set_processor(tmp_path, **values)
+    with pytest.raises(ModelError, match=said):
+        pictures_of(tmp_path)
+
+
 def test_pixels_as_processors_once_said_them(tmp_path: Path) -> None:
     made = make_qwen(tmp_path)
     set_processor(tmp_path, size=None, min_pixels=28 * 28 * 6, max_pixels=28 * 28 * 12)
@@ -262,6 +319,8 @@ def test_pixels_as_processors_once_said_them(tmp_path: Path) -> None:
 
 def test_what_may_be_chosen_otherwise(tmp_path: Path) -> None:
     grid, tiles, whole, canvas = (tmp_path / x for x in ("grid", "tiles", "whole", "canvas"))
+    pieces = tmp_path / "pieces"
+    make_lfm2(pieces)
     make_internvl(canvas)
     make_qwen(grid)
     make_idefics3(tiles)
@@ -278,6 +337,11 @@ def test_what_may_be_chosen_otherwise(tmp_path: Path) -> None:
     assert tokens(tiles, size={"longest_edge": 112}) == 20
     assert tokens(canvas) == 5 * 4
     assert tokens(canvas, crop_to_patches=False) == tokens(canvas, max_patches=1) == 4
+    assert tokens(pieces) == 4 * 9 + 9
+    assert tokens(pieces, use_thumbnail=False) == 4 * 9
+    assert tokens(pieces, do_image_splitting=False) == 9
+    assert tokens(pieces, max_tiles=2) == 2 * 9 + 9
+    assert tokens(pieces, min_image_tokens=25, max_image_tokens=36) == 4 * 9 + 36
     for folder, key, said in (
         (grid, "max_pixel", r"not 'max_pixel'\. Did you mean 'max_pixels'"),
         (tiles, "max_pixels", "may say size, do_image_splitting, not 'max_pixels'"),
@@ -369,8 +433,8 @@ def test_a_bomb_isnt_unpacked() -> None:
         open_picture(data)
 
 
-def test_long_and_narrow(whole: SeeingModel, grid: SeeingModel) -> None:
-    for model in (whole, grid):
+def test_long_and_narrow(whole: SeeingModel, grid: SeeingModel, tmp_path: Path) -> None:
+    for model in (whole, grid, make_lfm2(tmp_path)):
         cut = pictures_of(model.folder).cutter.cut
         with pytest.raises(InvalidPromptError, match="1 × 300 pixels is too long and narrow"):
             cut(picture(1, 300))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.models.seeing import (
     SeeingModel,
     make_idefics3,
     make_internvl,
+    make_lfm2,
     make_llava,
     make_qwen,
     make_qwen3,
@@ -48,6 +50,8 @@ MAKERS: dict[str, Callable[[Path], SeeingModel]] = {
     "internvl": make_internvl,
     "internvl-normed": lambda folder: make_internvl(folder, pooled=False, text="Llama"),
     "internvl-3.5": lambda folder: make_internvl(folder, text="Qwen3"),
+    "lfm2-vl": make_lfm2,
+    "lfm2-vl-moe": lambda folder: make_lfm2(folder, mixed=True, normed=False),
 }
 
 
@@ -70,14 +74,16 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
 
 
 def _check_rows(made: SeeingModel, llm: LLM) -> None:
-    """The tower's, within what float32 rounds."""
+    """The tower's, within what float32 rounds: transformers' own may be further from float64's."""
     sight = llm.runtime.sight
     assert sight is not None
     image = picture(130, 140, 5)
     inputs = made.inputs("<image>", [image])
-    pixels = {k: v for k, v in inputs.items() if k.startswith(("pixel", "image_grid"))}
+    pixels = {k: v for k, v in inputs.items() if k.startswith(("pixel", "image_grid", "spatial"))}
+    pixels["pixel_values"] = pixels["pixel_values"].double()
     with torch.no_grad():
-        rows = torch.cat(list(made.reference.get_image_features(**pixels).pooler_output))
+        precise = deepcopy(made.reference).double()
+        rows = torch.cat(list(precise.get_image_features(**pixels).pooler_output)).float()
     got = sight.rows_of(sight.pictures.cutter.cut(image))[:, : rows.shape[1]]
     torch.testing.assert_close(got, rows, rtol=1e-4, atol=1e-4 * rows.abs().max().item())
 

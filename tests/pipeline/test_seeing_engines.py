@@ -13,7 +13,14 @@ from penstock import LLM, SamplingParams
 from penstock.errors import EngineFolderError
 from penstock.pipeline.build import BuildOptions, build
 from penstock.runtime.engine_folder import MANIFEST, digest
-from tests.models.seeing import SeeingModel, make_idefics3, make_internvl, make_qwen3, picture
+from tests.models.seeing import (
+    SeeingModel,
+    make_idefics3,
+    make_internvl,
+    make_lfm2,
+    make_qwen3,
+    picture,
+)
 
 PROMPT: dict[str, Any] = {
     "prompt": "What is <image>, and why?",
@@ -29,7 +36,7 @@ def said(llm: LLM) -> Any:
 
 
 @pytest.mark.parametrize("quantization", [None, "w4a8"])
-@pytest.mark.parametrize("make", [make_idefics3, make_internvl, make_qwen3])
+@pytest.mark.parametrize("make", [make_idefics3, make_internvl, make_qwen3, make_lfm2])
 def test_the_bits_of_the_model(
     make: Callable[[Path], SeeingModel], quantization: str | None, tmp_path: Path
 ) -> None:

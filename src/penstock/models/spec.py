@@ -65,8 +65,9 @@ class PicturesSpec:
     """How a family's prompts stand for pictures; how those are cut is in `models.vision`."""
 
     token_id: int  # of each place that a row of a picture takes
-    cut: Literal["tiles", "canvas", "whole", "grid"]  # in squares and a small picture of all; so by
-    # the nearest shape of some; as one square; as it is, its sides multiples of a token's
+    cut: Literal["tiles", "canvas", "whole", "grid", "pieces"]  # in squares and a small picture of
+    # all; so by the nearest shape of some; as one square; as it is, its sides multiples of a
+    # token's; so where it is small, else as "canvas"
     around: tuple[str, str] = ("", "")  # what templates write before a picture and after it
 
 

@@ -1,6 +1,8 @@
-"""A tower for pictures of any size: patches turn by their rows and columns, most see a window.
+"""A tower for pictures of any size: patches turn by their rows and columns, most see a window; or
+a table of positions is stretched over a picture.
 
-Source: Wang et al. 2024, arXiv:2409.12191 (Qwen2-VL); Bai et al. 2025, arXiv:2502.13923.
+Source: Wang et al. 2024, arXiv:2409.12191 (Qwen2-VL); Bai et al. 2025, arXiv:2502.13923; Tschannen
+et al. 2025, arXiv:2502.14786 (SigLIP 2, of any shape).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class GridTower(nn.Module):
         self.positions: Embedding | None = None
         if spec.table_side:
             self.positions = Embedding(spec.table_side**2, spec.hidden, dtype)
-        self.table = PictureTable()
+        self.table = PictureTable() if spec.theta else None
         formats = dict.fromkeys(MATRICES, own)
         self.layers = nn.ModuleList(
             DecoderLayer(spec.hidden, layer, spec.norm, formats, self.table, dtype)
@@ -82,8 +84,10 @@ class GridTower(nn.Module):
         x: Tensor = self.patches(self._cut(pixels)[order].flatten(0, 1))
         places = self._places(pixels, order)
         if self.positions is not None:
-            ops.add_(x, self._stretched(self.positions.parameter("weight"), places, pixels))
-        self.table.turn(places, spec, pixels.device)
+            stretched = self._scaled if spec.by_area else self._stretched
+            ops.add_(x, stretched(self.positions.parameter("weight"), places, pixels))
+        if self.table is not None:
+            self.table.turn(places, spec, pixels.device)
         lengths = [fold**2 * len(window) for window in windows]
         size, device = block_size(cache[0]), pixels.device
         parted = steps_of(lengths, size, device)
@@ -135,6 +139,37 @@ class GridTower(nn.Module):
                 total = tap if total is None else total + tap
         assert total is not None
         return total.to(table.dtype)
+
+    def _scaled(self, table: Tensor, places: Ints, pixels: Tensor) -> Tensor:
+        """[patches, D]: the table of positions scaled to a picture's shape, in float32 first along
+        columns, then along rows, one tap after another.
+        """
+        side, patch = self.spec.table_side, self.spec.patch
+        high, wide = pixels.shape[1] // patch, pixels.shape[2] // patch
+        found = table.float().view(side, side, -1)
+        found = _weighed(found, _area_taps(side, high))
+        found = _weighed(found.transpose(0, 1), _area_taps(side, wide)).transpose(0, 1)
+        y, x = torch.from_numpy(places).to(table.device).unbind(1)
+        return found[y, x].to(table.dtype)
+
+
+def _area_taps(side: int, size: int) -> Tensor:
+    """[size, side] float32: of each place of `size` what it takes of a row's `side`, bilinearly
+    between their middles, and over as many as fall on it where they are more.
+    """
+    scale = np.float32(side) / np.float32(size)
+    middle = (np.arange(size, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+    away = np.abs(np.arange(side, dtype=np.float32) - middle[:, None])
+    taps = np.maximum(1 - away / np.maximum(scale, np.float32(1)), 0)
+    return torch.from_numpy(taps / taps.sum(axis=1, keepdims=True))
+
+
+def _weighed(rows: Tensor, taps: Tensor) -> Tensor:
+    """rows [n, …], taps [m, n] → [m, …]."""
+    total = rows.new_zeros(len(taps), *rows.shape[1:])
+    for row, tap in zip(rows, taps.to(rows.device).unbind(1), strict=True):
+        total += row * tap[:, None, None]
+    return total
 
 
 class DeepProjector(nn.Module):

@@ -316,19 +316,20 @@ class VisionSpec:
 
 @dataclass(frozen=True, slots=True)
 class GridSpec:
-    """A vision transformer of pictures of any size, that turns by rows and columns: `nn.grid`."""
+    """A vision transformer of pictures of any size: `nn.grid`."""
 
     hidden: int
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
     patch: int  # pixels of a side
     frames: int  # that a patch has; a picture is as many times the same
-    theta: float  # of the rotation
+    theta: float  # of the rotation by rows and columns; 0: none
     projector: ProjectorSpec  # what it folds is one token of the decoder
     window: int = 0  # tokens of a side that see one another, in the layers that have windows
     whole: tuple[int, ...] = ()  # layers that have none, where others have
     patch_bias: bool = False
     table_side: int = 0  # of a learned table of positions, stretched over a picture; 0: none
+    by_area: bool = False  # it is scaled as a picture is, and not from corner to corner
     deep: tuple[int, ...] = ()  # layers whose rows the decoder's first layers get as well
 
     def sees_all(self, layer: int) -> bool:

@@ -23,7 +23,6 @@ from penstock.models.sources import open_tokenizer
 from penstock.models.vision.cutters import GridCutter
 from penstock.models.vision.processor import open_pictures
 from penstock.models.weights import Progress
-from penstock.nn.spec import GridSpec
 from penstock.parallel import Ranks, Ring
 from penstock.runtime.adapters import Adapters, check_foldless
 from penstock.runtime.beside import Opened, Opener, Placed, Target
@@ -302,7 +301,8 @@ def _sight(
             )
         return None
     rows = config.scheduler.max_num_batched_tokens
-    turns = isinstance(vision, GridSpec)
+    ropes = [layer.attention.rope for layer in loaded.spec.decoder.layers]
+    turns = any(rope is not None and rope.sections for rope in ropes)
     check_seeing(config, rows, turns)
     placeholder = None if tokenizer is None else tokenizer.id_to_token(spec.token_id)
     pictures = open_pictures(folder, spec, vision, placeholder or "<image>", chosen)

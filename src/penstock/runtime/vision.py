@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ModelNotFoundError
 from penstock.models.spec import ModelSpec
-from penstock.models.vision.cutters import GridCutter
+from penstock.models.vision.cutters import GridCutter, PieceCutter
 from penstock.models.vision.pictures import Picture, Pictures
 from penstock.models.vision.processor import open_pictures
 from penstock.nn import Decoder
@@ -58,7 +58,8 @@ def sight_bytes(spec: DecoderSpec, itemsize: int, tokens: int, picture: int) -> 
 def largest_picture(
     folder: Path, spec: ModelSpec, chosen: Mapping[str, Any] | None, max_model_len: int
 ) -> int:
-    """Tokens of the largest picture that a model takes, 0 where it sees none.
+    """Tokens of the largest picture, or piece of one, that goes through a model's tower; 0 where it
+    sees none.
 
     A folder that has no processor stands for one that has a usual one.
     """
@@ -68,7 +69,7 @@ def largest_picture(
         cutter = open_pictures(folder, spec.pictures, spec.decoder.vision, "", chosen).cutter
     except ModelNotFoundError:
         return min(MOST_TOKENS, max_model_len)
-    most = cutter.most_tokens if isinstance(cutter, GridCutter) else MOST_TOKENS
+    most = cutter.most_tokens if isinstance(cutter, GridCutter | PieceCutter) else MOST_TOKENS
     return min(most, max_model_len)
 
 

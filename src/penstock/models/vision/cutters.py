@@ -1,6 +1,7 @@
 """How families cut pictures: into tiles, to one square, or to a grid of any shape.
 
-What comes is what transformers' processors of the same settings give, to the bit: Pillow resizes.
+What comes is what transformers' processors of the same settings give, to the bit: Pillow resizes,
+or torch where there is no processor over Pillow.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from penstock.errors import InvalidPromptError
 from penstock.models.vision.opening import MOST_PIXELS
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 IDEFICS_EDGE = 4096
 """Pixels that the longer edge of a picture has at most before it is cut into tiles."""
 _NARROWEST = 200
-"""Of Qwen2-VL: one side over the other."""
+"""Of Qwen2-VL and LFM2-VL: one side over the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,9 @@ class CanvasCutter:
 
     def cut(self, image: Image) -> Picture:
         side = self.side
-        across, down = self._shape(*image.size) if self.most > 1 else (1, 1)
+        across, down = (1, 1)
+        if self.most > 1:
+            across, down = _nearest_shape(*image.size, self.side, self.least, self.most)
         canvas = image.resize((across * side, down * side), self.resample)
         tiles = _cut_up(canvas, side)
         if len(tiles) > 1:
@@ -110,19 +114,78 @@ class CanvasCutter:
         text = f"<img>{self.image * tokens}</img>"
         return Picture.of([np.asarray(tile) for tile in tiles], text, tokens)
 
-    def _shape(self, width: int, height: int) -> tuple[int, int]:
-        """(across, down): of shapes that are as near, the larger one as long as the picture has
-        more than half its pixels.
-        """
-        counts = range(1, self.most + 1)
-        shapes = [(x, y) for x in counts for y in counts if self.least <= x * y <= self.most]
-        best, nearest = (1, 1), math.inf
-        for x, y in sorted(shapes, key=math.prod):
-            away = abs(width / height - x / y)
-            fills = width * height > 0.5 * self.side**2 * x * y
-            if away < nearest or (away == nearest and fills):
-                best, nearest = (x, y), away
-        return best
+
+@dataclass(frozen=True, slots=True)
+class PieceCutter:
+    """LFM2-VL's: a small picture as it is, its sides multiples of a token's; a large one in tiles,
+    in the shape nearest to its own, and the whole, made small, as one more.
+    """
+
+    side: int  # pixels of a tile
+    patch: int  # of a patch's side
+    fold: int  # patches of a token's side
+    shapes: tuple[int, int]  # tiles of a picture that is cut: at least, at most; (1, 1): none is
+    tokens: tuple[int, int]  # of a picture that isn't, and of the whole one: at least, at most
+    tolerance: float  # a picture is cut that would have so many times more
+    whole: bool  # tiles come with the whole picture
+    image: str
+
+    @property
+    def unit(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch * self.fold
+
+    @property
+    def most_tokens(self) -> int:
+        """Of what goes through the tower at once."""
+        return max(self.tokens[1], (self.side // self.unit) ** 2)
+
+    def cut(self, image: Image) -> Picture:
+        _check_narrow(*image.size)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        high, wide = self._whole(*image.size)
+        pieces = [_scaled(pixels, high, wide)]
+        tokens = high * wide // self.unit**2
+        text = self.image * tokens
+        if self.shapes[1] > 1 and self._is_large(*image.size):
+            across, down = _nearest_shape(*image.size, self.side, *self.shapes)
+            tiles = self._tiles(pixels, across, down)
+            each = (self.side // self.unit) ** 2
+            whole = f"<|img_thumbnail|>{text}" if self.whole else ""
+            text = "".join(
+                f"<|img_row_{y + 1}_col_{x + 1}|>{self.image * each}"
+                for y in range(down)
+                for x in range(across)
+            )
+            if len(tiles) == 1:  # the only one: nothing says which it is
+                text, whole = self.image * each, ""
+            text, pieces = text + whole, tiles + pieces[: bool(whole)]
+            tokens = len(tiles) * each + tokens * bool(whole)
+        return Picture.of(pieces, f"<|image_start|>{text}<|image_end|>", tokens)
+
+    def _tiles(self, pixels: torch.Tensor, across: int, down: int) -> list[np.ndarray]:
+        side = self.side
+        canvas = _scaled(pixels, down * side, across * side)
+        rows = canvas.reshape(down, side, across, side, 3).swapaxes(1, 2)
+        return list(rows.reshape(-1, side, side, 3))
+
+    def _is_large(self, width: int, height: int) -> bool:
+        unit = self.unit
+        sides = (max(self.patch, round(x / unit) * unit) for x in (width, height))
+        return math.prod(sides) > self.tokens[1] * unit**2 * self.tolerance
+
+    def _whole(self, width: int, height: int) -> tuple[int, int]:
+        """(height, width) of a picture, or of the small one beside tiles."""
+        unit = self.unit
+        least, most = (count * unit**2 for count in self.tokens)
+        found = [max(unit, round(x / unit) * unit) for x in (height, width)]
+        if math.prod(found) > most:
+            by = math.sqrt(height * width / most)
+            found = [max(unit, math.floor(x / by / unit) * unit) for x in (height, width)]
+        elif math.prod(found) < least:
+            by = math.sqrt(least / (height * width))
+            found = [math.ceil(x * by / unit) * unit for x in (height, width)]
+        return found[0], found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +235,8 @@ class GridCutter:
         return self.most // self.unit**2
 
     def cut(self, image: Image) -> Picture:
-        width, height = image.size
-        if max(width, height) > _NARROWEST * min(width, height):
-            raise InvalidPromptError(
-                f"A picture of {width} × {height} pixels is too long and narrow: one side is over "
-                f"{_NARROWEST} times the other. Cut it into parts."
-            )
-        width, height = self._rounded(width, height)
+        _check_narrow(*image.size)
+        width, height = self._rounded(*image.size)
         tile = image.resize((width, height), self.resample)
         grid = height // self.unit, width // self.unit
         tokens = grid[0] * grid[1]
@@ -194,6 +252,37 @@ class GridCutter:
             by = math.sqrt(self.least / (height * width))
             found = [math.ceil(x * by / unit) * unit for x in (width, height)]
         return found[0], found[1]
+
+
+def _check_narrow(width: int, height: int) -> None:
+    if max(width, height) > _NARROWEST * min(width, height):
+        raise InvalidPromptError(
+            f"A picture of {width} × {height} pixels is too long and narrow: one side is over "
+            f"{_NARROWEST} times the other. Cut it into parts."
+        )
+
+
+def _nearest_shape(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """(across, down) of `least` to `most` tiles of `side` pixels: of shapes that are as near, the
+    larger one as long as the picture has more than half its pixels.
+    """
+    counts = range(1, most + 1)
+    shapes = [(x, y) for x in counts for y in counts if least <= x * y <= most]
+    best, nearest = (1, 1), math.inf
+    for x, y in sorted(shapes, key=math.prod):
+        away = abs(width / height - x / y)
+        fills = width * height > 0.5 * side**2 * x * y
+        if away < nearest or (away == nearest and fills):
+            best, nearest = (x, y), away
+    return best
+
+
+def _scaled(pixels: torch.Tensor, height: int, width: int) -> np.ndarray:
+    """pixels [3, H, W] uint8 → [height, width, 3], as transformers' processors over torch do."""
+    found = torch.nn.functional.interpolate(
+        pixels[None], size=(height, width), mode="bilinear", antialias=True
+    )
+    return found[0].permute(1, 2, 0).numpy()
 
 
 def _cut_up(image: Image, side: int) -> list[Image]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Picture:
     """A picture as a model's tower takes it."""
 
-    tiles: Tensor  # [n, 3, H, W] uint8
+    tiles: tuple[Tensor, ...]  # [3, H, W] uint8 each
     text: str  # what stands in a prompt for it, each of `tokens` places included
     tokens: int
     key: int  # below 0: of what is in `tiles`, in place of the tokens that stand for it
@@ -36,10 +36,12 @@ class Picture:
         grid: tuple[int, int] | None = None,
     ) -> Picture:
         """tiles: [H, W, 3] uint8."""
-        stacked = np.ascontiguousarray(np.stack(tiles).transpose(0, 3, 1, 2))
-        digest = hashlib.sha256(str(stacked.shape).encode() + stacked.tobytes()).digest()
-        key = -1 - (int.from_bytes(digest[:8]) >> 1)
-        return cls(torch.from_numpy(stacked), text, tokens, key, grid)
+        planes = [np.ascontiguousarray(tile.transpose(2, 0, 1)) for tile in tiles]
+        digest = hashlib.sha256(str([plane.shape for plane in planes]).encode())
+        for plane in planes:
+            digest.update(plane.tobytes())
+        key = -1 - (int.from_bytes(digest.digest()[:8]) >> 1)
+        return cls(tuple(map(torch.from_numpy, planes)), text, tokens, key, grid)
 
 
 class Cutter(Protocol):

@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, nearest
 from penstock.models.registry import read_json
 from penstock.models.spec import PicturesSpec
-from penstock.models.vision.cutters import CanvasCutter, GridCutter, SquareCutter, TileCutter
+from penstock.models.vision.cutters import (
+    CanvasCutter,
+    GridCutter,
+    PieceCutter,
+    SquareCutter,
+    TileCutter,
+)
 from penstock.models.vision.pictures import Cutter, Pictures, Scaling
 from penstock.nn.spec import GridSpec, VisionSpec
 
@@ -19,9 +25,17 @@ MAY_BE_CHOSEN: dict[str, tuple[str, ...]] = {
     "canvas": ("min_patches", "max_patches", "crop_to_patches"),
     "whole": (),
     "grid": ("min_pixels", "max_pixels", "size"),
+    "pieces": (
+        "min_image_tokens",
+        "max_image_tokens",
+        "min_tiles",
+        "max_tiles",
+        "do_image_splitting",
+        "use_thumbnail",
+    ),
 }
 """Of each way to cut, what may be chosen otherwise than a model's processor says it."""
-_BICUBIC, _LANCZOS = 3, 1
+_BICUBIC, _BILINEAR, _LANCZOS = 3, 2, 1
 _Colours = tuple[tuple[float, ...], tuple[float, ...]]
 """Means and deviations of three channels."""
 _HALF: _Colours = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -50,7 +64,8 @@ def open_pictures(
     said.check_steps()
     cutter: Cutter
     if isinstance(vision, GridSpec):
-        cutter, (mean, std) = _grid(said, vision, placeholder)
+        of_any_size = {"grid": _grid, "pieces": _pieces}[spec.cut]
+        cutter, (mean, std) = of_any_size(said, vision, placeholder)
     else:
         read = {"tiles": _tiles, "canvas": _canvas, "whole": _whole}[spec.cut]
         cutter, (mean, std) = read(said, vision, placeholder)
@@ -258,6 +273,33 @@ def _grid(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _Col
     how = said.resample(_BICUBIC)
     cutter = GridCutter(vision.patch * fold, least, most, how, placeholder)
     return cutter, _HALF if vision.table_side else _CLIP
+
+
+def _pieces(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _Colours]:
+    fold, side = vision.projector.fold, said.whole_number("tile_size", 512)
+    own = {"encoder_patch_size": vision.patch, "downsample_factor": fold}
+    for key, value in own.items():
+        if said.given.get(key, value) != value:
+            raise UnsupportedModelError(
+                f"{said.folder}: its processor's {key} is {said.given[key]!r:.80}, its tower's "
+                f"{value}. They belong to different models."
+            )
+    if side % (vision.patch * fold):
+        raise said.unbuilt("tile_size")
+    if said.resample(_BILINEAR) != _BILINEAR:
+        raise said.unbuilt("resample")
+    bounds = []
+    for what, least, most in (("tiles", 2, 10), ("image_tokens", 64, 256)):
+        bound = said.whole_number(f"min_{what}", least), said.whole_number(f"max_{what}", most)
+        if bound[0] > bound[1]:
+            raise said.unbuilt(f"min_{what}")
+        bounds.append(bound)
+    shapes, tokens = bounds
+    if not said.flag("do_image_splitting", True):
+        shapes = (1, 1)
+    tolerance, whole = said.number("max_pixels_tolerance", 2.0), said.flag("use_thumbnail", True)
+    cutter = PieceCutter(side, vision.patch, fold, shapes, tokens, tolerance, whole, placeholder)
+    return cutter, _HALF
 
 
 def _processor(folder: Path) -> Mapping[str, Any]:

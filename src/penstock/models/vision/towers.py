@@ -38,6 +38,30 @@ def tower(c: ConfigReader, projector: ProjectorSpec, *, clip: bool, layers: int 
     """
     for key in ("initializer_factor", "projection_dim", "vision_use_head", "num_image_tokens"):
         c.get(key)  # of training, or of what stands behind the layers
+    hidden, each = tower_layers(c, clip=clip)
+    size = c.integer("image_size", 224)
+    patch = c.integer("patch_size", 32 if clip else 16)
+    if size < patch or size // patch % projector.fold:
+        raise UnsupportedModelError(
+            f"vision_config: image_size {size} has {size // patch} patches of {patch} a side, "
+            f"which scale_factor {projector.fold} doesn't divide."
+        )
+    return VisionSpec(
+        hidden,
+        each[: _computed(layers, len(each))],
+        NormSpec("layer", c.number("layer_norm_eps", 1e-5 if clip else 1e-6), bias=True),
+        size,
+        patch,
+        projector,
+        patch_bias=not clip,
+        class_token=clip,
+        pre_norm=clip,
+        post_norm=layers == 0,
+    )
+
+
+def tower_layers(c: ConfigReader, *, clip: bool) -> tuple[int, tuple[LayerSpec, ...]]:
+    """(hidden size, all layers) of a `vision_config` in the usual names."""
     c.only("num_channels", (3,), 3)
     hidden, heads = c.integer("hidden_size", 768), c.integer("num_attention_heads", 12)
     if hidden % heads:
@@ -51,25 +75,7 @@ def tower(c: ConfigReader, projector: ProjectorSpec, *, clip: bool, layers: int 
     act = c.only("hidden_act", tuple(_ACTIVATIONS), "quick_gelu" if clip else "gelu_pytorch_tanh")
     kind = cast(Literal["gelu", "gelu_tanh", "quick_gelu"], _ACTIVATIONS[act])
     mlp = MlpSpec(c.integer("intermediate_size", 3072), kind, gated=False, bias=True)
-    size = c.integer("image_size", 224)
-    patch = c.integer("patch_size", 32 if clip else 16)
-    if size < patch or size // patch % projector.fold:
-        raise UnsupportedModelError(
-            f"vision_config: image_size {size} has {size // patch} patches of {patch} a side, "
-            f"which scale_factor {projector.fold} doesn't divide."
-        )
-    return VisionSpec(
-        hidden,
-        (LayerSpec(attention, mlp),) * _computed(layers, count),
-        NormSpec("layer", c.number("layer_norm_eps", 1e-5 if clip else 1e-6), bias=True),
-        size,
-        patch,
-        projector,
-        patch_bias=not clip,
-        class_token=clip,
-        pre_norm=clip,
-        post_norm=layers == 0,
-    )
+    return hidden, (LayerSpec(attention, mlp),) * count
 
 
 def _computed(layers: int, count: int) -> int:
@@ -84,28 +90,12 @@ def _computed(layers: int, count: int) -> int:
 
 def tower_rules(spec: VisionSpec, total: int, at: str) -> tuple[Rule, ...]:
     """A tower's names, below `at`. total: of its layers, of which not all may be computed."""
-    layer = f"{at}.encoder.layers.{{i}}"
     rules: list[Rule] = [
         Rename(f"{at}.embeddings.patch_embedding.weight", "vision.patches.weight", flat),
         Rename(f"{at}.embeddings.position_embedding.weight", "vision.positions.weight"),
-        Stack(
-            tuple(f"{layer}.self_attn.{x}_proj.{{p}}" for x in "qkv"),
-            "vision.layers.{i}.attention.qkv.{p}",
-        ),
         Ignore(f"{at}.embeddings.position_ids"),
-        Ignore(f"{at}.head.*"),
+        *layer_rules(at),
     ]
-    each = {
-        "self_attn.out_proj": "attention.out",
-        "layer_norm1": "attention_norm",
-        "layer_norm2": "mlp_norm",
-        "mlp.fc1": "mlp.up",
-        "mlp.fc2": "mlp.down",
-    }
-    rules += (
-        Rename(f"{layer}.{theirs}.{{p}}", f"vision.layers.{{i}}.{ours}.{{p}}")
-        for theirs, ours in each.items()
-    )
     rules += (Ignore(f"{at}.encoder.layers.{i}.*") for i in range(len(spec.layers), total))
     if spec.patch_bias:
         rules.append(Rename(f"{at}.embeddings.patch_embedding.bias", "vision.patches.bias"))
@@ -117,6 +107,29 @@ def tower_rules(spec: VisionSpec, total: int, at: str) -> tuple[Rule, ...]:
     else:
         rules.append(Ignore(f"{at}.post_layernorm.*"))
     return tuple(rules)
+
+
+def layer_rules(at: str) -> tuple[Rule, ...]:
+    """The names of a tower's layers, below `at`."""
+    layer = f"{at}.encoder.layers.{{i}}"
+    each = {
+        "self_attn.out_proj": "attention.out",
+        "layer_norm1": "attention_norm",
+        "layer_norm2": "mlp_norm",
+        "mlp.fc1": "mlp.up",
+        "mlp.fc2": "mlp.down",
+    }
+    return (
+        Stack(
+            tuple(f"{layer}.self_attn.{x}_proj.{{p}}" for x in "qkv"),
+            "vision.layers.{i}.attention.qkv.{p}",
+        ),
+        *(
+            Rename(f"{layer}.{theirs}.{{p}}", f"vision.layers.{{i}}.{ours}.{{p}}")
+            for theirs, ours in each.items()
+        ),
+        Ignore(f"{at}.head.*"),
+    )
 
 
 def flat(weight: Tensor, spec: DecoderSpec) -> Tensor:
