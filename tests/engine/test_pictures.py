@@ -253,7 +253,7 @@ def test_what_else_is_refused(folder: Path) -> None:
         llm.generate(asked(0), greedy(token_healing=True))
     with pytest.raises(InvalidPromptError, match="must be a tuple of Picture"):
         RequestOptions(pictures=("cat.png",))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="which sees no|layers with states"):
+    with pytest.raises(ConfigError, match=r"which sees no|layers with states"):
         load(folder, speculative_config={"method": "draft_model", "model": str(folder)})
     with pytest.raises(InvalidSamplingError, match=r"negative_prompt is refused: .* stand for"):
         llm.generate("x", greedy(guidance_scale=2.0, negative_prompt="<image>"))

@@ -14,7 +14,6 @@ from tests.models.seeing import (
     SeeingModel,
     make_idefics3,
     make_internvl,
-    make_lfm2,
     make_qwen,
     make_qwen3,
     picture,
@@ -36,7 +35,7 @@ def test_what_is_for_cpus_is_refused(family: str, tmp_path: Path) -> None:
         LLM(tmp_path, skip_tokenizer_init=True, dtype="float32", max_model_len=64)
 
 
-@pytest.mark.parametrize("make", [make_idefics3, make_internvl, make_qwen, make_qwen3, make_lfm2])
+@pytest.mark.parametrize("make", [make_idefics3, make_internvl, make_qwen, make_qwen3])
 def test_a_picture(make: Callable[[Path], SeeingModel], tmp_path: Path) -> None:
     """And again, when its blocks are in the cache."""
     made, images = make(tmp_path), [picture(60, 90)]

@@ -626,7 +626,7 @@ def test_broken_config_files(tmp_path: Path) -> None:
 SEEING = {
     f"{name}ForConditionalGeneration"
     for name in (
-        "Idefics3", "InternVL", "Llava", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5",
+        "Idefics3", "InternVL", "Lfm2Vl", "Llava", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5",
         "Qwen3_5Moe", "SmolVLM",
     )
 }  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.published_states import PUBLISHED_STATES
 from tests.models.seeing import (
     IMAGE,
     SeeingModel,
@@ -27,7 +28,8 @@ from penstock import LLM, SamplingParams
 from penstock.cache import PagedLayout
 from penstock.errors import InvalidPromptError, UnsupportedModelError, WeightsError
 from penstock.models.load import load_model
-from penstock.models.registry import read_spec
+from penstock.models.registry import read_spec, spec_of
+from penstock.nn.spec import GridSpec
 
 MAKERS: dict[str, Callable[[Path], SeeingModel]] = {
     "idefics3": make_idefics3,
@@ -86,6 +88,37 @@ def _check_rows(made: SeeingModel, llm: LLM) -> None:
         rows = torch.cat(list(precise.get_image_features(**pixels).pooler_output)).float()
     got = sight.rows_of(sight.pictures.cutter.cut(image))[:, : rows.shape[1]]
     torch.testing.assert_close(got, rows, rtol=1e-4, atol=1e-4 * rows.abs().max().item())
+
+
+def test_a_published_lfm2_vl() -> None:
+    """LFM2-VL-450M's config as of 2025, from memory: no key is left."""
+    text = PUBLISHED_STATES["LFM2-1.2B"] | {
+        "block_dim": 1024, "block_ff_dim": 6656, "conv_dim": 1024, "conv_dim_out": 1024,
+        "hidden_size": 1024, "num_attention_heads": 16, "num_heads": 16,
+    }  # fmt: skip
+    vision = {
+        "attention_dropout": 0.0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 768,
+        "intermediate_size": 3072, "layer_norm_eps": 1e-06, "model_type": "siglip2_vision_model",
+        "num_attention_heads": 12, "num_channels": 3, "num_hidden_layers": 12, "num_patches": 256,
+        "patch_size": 16, "torch_dtype": "bfloat16", "vision_use_head": False,
+    }  # fmt: skip
+    config = {
+        "architectures": ["Lfm2VlForConditionalGeneration"], "do_image_splitting": True,
+        "downsample_factor": 2, "encoder_patch_size": 16, "image_token_index": 396,
+        "max_image_tokens": 256, "max_num_patches": 1024, "max_pixels_tolerance": 2.0,
+        "max_tiles": 10, "min_image_tokens": 64, "min_tiles": 2, "model_type": "lfm2-vl",
+        "projector_bias": True, "projector_hidden_act": "gelu", "projector_hidden_size": 2560,
+        "text_config": text, "tile_size": 512, "torch_dtype": "bfloat16",
+        "use_image_special_tokens": True, "use_thumbnail": True, "vision_config": vision,
+        "vision_feature_layer": -1,
+    }  # fmt: skip
+    spec = spec_of(config, "LFM2-VL-450M", strict=True)
+    assert spec.pictures is not None and spec.pictures.token_id == 396
+    assert spec.decoder.hidden == 1024 and spec.decoder.tied
+    tower = spec.decoder.vision
+    assert isinstance(tower, GridSpec) and len(tower.layers) == 12
+    assert (tower.hidden, tower.table_side, tower.theta) == (768, 16, 0.0)
+    assert (tower.projector.inner, tower.projector.fold) == (2560, 2)
 
 
 @pytest.mark.parametrize("side", [25, 40, 50])
@@ -278,6 +311,36 @@ def test_what_isnt_built_of_qwens(
     change(tmp_path, part, **values)
     with pytest.raises(UnsupportedModelError, match=said):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "said"),
+    [
+        ("vision_config", {"num_patches": 24}, "num_patches 24 aren't those of a square"),
+        ("vision_config", {"model_type": "siglip"}, "model_type='siglip'"),
+        ("vision_config", {"num_attention_heads": 5}, "isn't a multiple of num_attention_heads 5"),
+        ("vision_config", {"hidden_act": "relu6"}, "hidden_act='relu6'"),
+        ("text_config", {"model_type": "llama"}, "model_type='llama'"),
+        (None, {"use_image_special_tokens": False}, "use_image_special_tokens=False"),
+        (None, {"vision_feature_layer": -2}, "vision_feature_layer=-2"),
+        (None, {"downsample_factor": 0}, "downsample_factor must be a"),
+    ],
+)
+def test_what_isnt_built_of_lfm2(
+    part: str | None, values: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    make_lfm2(tmp_path)
+    change(tmp_path, part, **values)
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_spec(tmp_path)
+
+
+def test_published_names_of_lfm2(tmp_path: Path) -> None:
+    make_lfm2(tmp_path)
+    want = load_model(tmp_path).model.state_dict()
+    rename(tmp_path, lambda name: name.replace("vision_tower.", "vision_tower.vision_model."))
+    got = load_model(tmp_path).model.state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
 
 
 @pytest.fixture
