@@ -4,20 +4,23 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: run test test-all check clean
+.PHONY: run test test-all durations check clean
 
 run: .venv/.run  ## generate text with the embedded model; tokens/s and the share of the floor
 	$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200 --seed 1 --stats
 
 # Tests start hundreds of processes: none should compile the modules anew.
-test test-all: export PYTHONDONTWRITEBYTECODE =
-test: .venv/.dev  ## the quick suite: a share of each test's cases; in JOBS processes, then what must run alone
+test test-all durations: export PYTHONDONTWRITEBYTECODE =
+test: .venv/.dev  ## the quick suite (tests/quick.py): in JOBS processes, then what must run alone
 	$(RUN_TESTS) --quick
 	$(RUN_ALONE)
 
-test-all: .venv/.dev  ## every test that needs no GPU: an hour on two cores
-	$(RUN_TESTS) --write-durations
+test-all: .venv/.dev  ## every test but those marked slow and those of GPUs: an hour on two cores
+	$(RUN_TESTS)
 	$(RUN_ALONE)
+
+durations: .venv/.dev  ## tests/durations.json brought up to date, by which `make test` chooses
+	$(RUN_TESTS) --write-durations
 
 check: .venv/.dev  ## style, types, layers
 	$(BIN)/ruff check

@@ -1,9 +1,9 @@
 """A prompt with a picture, beside transformers: until the first token, and each one after it.
 
-    python -m benchmarks.pictures --out pictures.json
+    python -m benchmarks.pictures [--model lfm2-vl] --out pictures.json
 
-The model has SmolVLM-256M's shape and random weights; both compute in bfloat16, in turns. The
-picture is cut before the clock starts, as both cut it alike.
+The model has the shape of SmolVLM-256M, or of LFM2-VL-450M, and random weights; both compute in
+bfloat16, in turns. The picture is cut before the clock starts, as both cut it alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from tests.models.seeing import IMAGE, make_tokenizer, picture
+from tests.models.seeing import IMAGE, LfmProcessor, make_tokenizer, picture
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from penstock import LLM, SamplingParams
@@ -45,12 +45,22 @@ VISION = {
     "patch_size": 16,
 }
 PROCESSOR = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
+LFM2 = {
+    "hidden_size": 1024,
+    "block_ff_dim": 6656,
+    "intermediate_size": 6656,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "vocab_size": 65536,
+    "max_position_embeddings": 128000,
+}
 TOKENS, SIZE = 32, (1024, 768)
 
 
-def make(folder: Path) -> Any:
-    """The checkpoint, and transformers' model of it."""
-    torch.manual_seed(0)
+def make_smolvlm(folder: Path) -> tuple[Any, Any]:
+    """The checkpoint in `folder`; transformers' model of it, and its processor."""
     config = transformers.Idefics3Config(
         vision_config=VISION,
         text_config=transformers.LlamaConfig(**TEXT),
@@ -59,10 +69,31 @@ def make(folder: Path) -> Any:
         tie_word_embeddings=False,
     )
     model = transformers.Idefics3ForConditionalGeneration(config).bfloat16().eval()
+    _write(folder, model, PROCESSOR)
+    images = Idefics3ImageProcessorPil(**PROCESSOR)
+    return model, transformers.Idefics3Processor(images, make_tokenizer(), image_seq_len=64)
+
+
+def make_lfm2(folder: Path) -> tuple[Any, Any]:
+    """The same of an LFM2-VL, whose own processor needs torchvision."""
+    vision = {key: value for key, value in VISION.items() if key != "image_size"}
+    config = transformers.Lfm2VlConfig(
+        vision_config=transformers.Siglip2VisionConfig(**vision, vision_use_head=False),
+        text_config=transformers.Lfm2Config(**LFM2),
+        image_token_id=IMAGE,
+    )
+    model = transformers.Lfm2VlForConditionalGeneration(config).bfloat16().eval()
+    _write(folder, model, {})
+    return model, LfmProcessor(folder, make_tokenizer())
+
+
+def _write(folder: Path, model: Any, processor: dict[str, Any]) -> None:
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    return model
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+MAKERS = {"smolvlm": make_smolvlm, "lfm2-vl": make_lfm2}
 
 
 def theirs(model: Any, inputs: Any) -> tuple[float, float]:
@@ -99,15 +130,14 @@ def ours(llm: LLM, prompt: Any) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MAKERS, default="smolvlm")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make(folder)
-        processor = transformers.Idefics3Processor(
-            Idefics3ImageProcessorPil(**PROCESSOR), make_tokenizer(), image_seq_len=64
-        )
+        torch.manual_seed(0)
+        model, processor = MAKERS[asked.model](folder)
         image = picture(*SIZE)
         inputs = processor(text="What is <image>?", images=[image], return_tensors="pt")
         inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
@@ -123,11 +153,12 @@ def main() -> None:
             for kind, llm in engines.items():
                 found.setdefault(kind, []).append(ours(llm, prompt))
         peaks = kept_peaks_on(torch.device("cpu"))
-        tiles = inputs["pixel_values"].shape[1]
+        tiles = inputs["pixel_values"].flatten(0, -4 if asked.model == "smolvlm" else -3).shape[0]
     first, each = (statistics.median(x[i] for x in found["transformers"]) for i in (0, 1))
     report: dict[str, Any] = {
         **environment(detect()),
         "benchmark": "pictures",
+        "model": asked.model,
         "transformers": transformers.__version__,
         "peaks": str(peaks),
         "tiles": tiles,

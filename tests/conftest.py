@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(quick.Durations())
+        config.pluginmanager.register(quick.Durations(config))
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`

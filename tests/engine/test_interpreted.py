@@ -23,8 +23,9 @@ def test_engines_whose_kernels_are_compiled() -> None:
     in_fresh_process("tests.interpreted.compiled_engine")
 
 
-def test_over_tritons_kernels() -> None:
-    run_interpreted("not slow")
+@pytest.mark.quick
+def test_over_tritons_kernels(request: pytest.FixtureRequest) -> None:
+    run_interpreted("not slow", *["--quick"] * request.config.getoption("--quick"))
 
 
 @pytest.mark.slow
@@ -32,14 +33,14 @@ def test_in_further_ways() -> None:
     run_interpreted("slow")
 
 
-def run_interpreted(which: str) -> None:
+def run_interpreted(which: str, *options: str) -> None:
     """In one process: each imports torch and transformers and starts Triton."""
     pytest.importorskip("triton", reason="Triton isn't installed")
     environment = os.environ | {"PENSTOCK_KERNELS": "triton", "TRITON_INTERPRET": "1"}
     environment.pop("PENSTOCK_ISA", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     found = subprocess.run(
-        [*command, "-m", which, *FILES],
+        [*command, "-m", which, *options, *FILES],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]

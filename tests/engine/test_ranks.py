@@ -70,6 +70,7 @@ def ends(pid: int, within_s: float = 10.0) -> bool:
     return False
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("way", [*WAYS, {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}])
 def test_requests_in_a_batch(way: dict[str, int]) -> None:
     """Prompts in chunks, samples that share blocks, others that must give way and come back."""

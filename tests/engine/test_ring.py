@@ -47,6 +47,7 @@ def equal(ask: Ask, sizes: tuple[int, ...] = (2, 3), **engine: Any) -> Any:
     return one
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "kind",
     [

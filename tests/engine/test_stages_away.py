@@ -62,6 +62,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, SECRET)
 
 
+@pytest.mark.quick
 def test_they_say_what_one_process_says() -> None:
     """One engine after another, over one stage and over two."""
     whole = said(LLM().generate(TEXTS, GREEDY))

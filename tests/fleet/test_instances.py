@@ -144,6 +144,7 @@ def kill_while_it_answers(fleet: Running, body: dict[str, Any]) -> list[Any]:
     return [x if x == "[DONE]" else json.loads(x) for x in events]
 
 
+@pytest.mark.quick
 def test_a_killed_instance_loses_nothing(there: Running) -> None:
     body = {**LONG, "model": "twice"}
     expected = said(there.stream("/v1/completions", body))

@@ -131,6 +131,7 @@ def test_a_window_and_the_first_tokens(folder: Path) -> None:
     assert want != run(engine(folder), PARAMS["greedy"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("way", "name"),
     [

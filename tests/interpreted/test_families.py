@@ -49,6 +49,7 @@ def test_a_picture(make: Callable[[Path], SeeingModel], tmp_path: Path) -> None:
     assert llm.engine.computing.overlapped > 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "family",
     each_kind(f for f in FAMILIES if f not in ON_CPUS),

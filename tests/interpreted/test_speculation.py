@@ -56,6 +56,7 @@ def plain(folder: Path) -> dict[str, list[Any]]:
     return {"greedy": run(folder, GREEDY)[0], "drawn": run(folder, DRAWN)[0]}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("method", "how"),
     [

@@ -332,15 +332,17 @@ class LfmProcessor:
     def __call__(self, *, text: str, images: list[Image.Image], return_tensors: str) -> Any:
         spec = read_spec(self.folder)
         assert spec.pictures is not None and spec.decoder.vision is not None
+        patch = spec.decoder.vision.patch
         cutter = open_pictures(self.folder, spec.pictures, spec.decoder.vision, "<|>").cutter
         pieces, shapes = [], []
         for image in images:
             found = cutter.cut(image)
             text = text.replace("<image>", found.text, 1)
             for tile in found.tiles:
-                high, wide = tile.shape[1] // 8, tile.shape[2] // 8
+                high, wide = tile.shape[1] // patch, tile.shape[2] // patch
                 x = (tile.float() / 255 - 0.5) / 0.5
-                x = x.view(3, high, 8, wide, 8).permute(1, 3, 2, 4, 0).reshape(high * wide, -1)
+                x = x.view(3, high, patch, wide, patch).permute(1, 3, 2, 4, 0)
+                x = x.reshape(high * wide, -1)
                 pieces.append(x)
                 shapes.append([high, wide])
         most = max(map(len, pieces))

@@ -29,6 +29,7 @@ from penstock.errors import ConfigError, InvalidPromptError, MissingExtraError, 
 from penstock.models.load import load_model
 from penstock.models.registry import read_spec
 from penstock.models.vision import opening
+from penstock.models.vision.cutters import PieceCutter
 from penstock.models.vision.opening import open_picture, open_pictures_of
 from penstock.models.vision.pictures import Pictures
 from penstock.models.vision.processor import open_pictures
@@ -214,7 +215,7 @@ def test_cut_by_the_nearest_shape(size: tuple[int, int], canvas: SeeingModel) ->
     [
         ({"size": {"height": 64, "width": 64}}, "its tower is of 56 × 56 pixels"),
         ({"size": {"shortest_edge": 56}}, "its tower is of 56 × 56 pixels"),
-        ({"min_patches": 7}, "min_patches 7 are more than its max_patches 6"),
+        ({"min_patches": 7}, "min_patches 7 are more than max_patches 6"),
         ({"max_patches": 0}, "max_patches is 0"),
         ({"min_patches": "1"}, "min_patches is '1'"),
     ],
@@ -240,7 +241,7 @@ def test_a_side_that_patches_dont_fill(tmp_path: Path) -> None:
     [
         ({"patch_size": 16}, "patch_size is 16, its tower's 14"),
         ({"merge_size": 1}, "merge_size is 1"),
-        ({"min_pixels": 9, "max_pixels": 4}, "min_pixels 9 are more than its max_pixels 4"),
+        ({"min_pixels": 9, "max_pixels": 4}, "min_pixels 9 are more than max_pixels 4"),
         ({"size": 448}, "size is 448"),
         ({"size": {"height": 56, "width": 56}}, "size is {'height': 56"),
         ({"min_pixels": 0}, "min_pixels is 0"),
@@ -296,9 +297,10 @@ def test_cut_into_pieces(
         ({"downsample_factor": 1}, "downsample_factor is 1, its tower's 2"),
         ({"tile_size": 40}, "tile_size is 40"),
         ({"resample": 3}, "resample is 3"),
-        ({"min_tiles": 5}, "min_tiles is 5"),
-        ({"min_image_tokens": 13}, "min_image_tokens is 13"),
-        ({"max_image_tokens": 0}, "max_image_tokens is 0"),
+        ({"min_tiles": 5}, "processor's min_tiles 5 are more than max_tiles 4"),
+        ({"min_image_tokens": 13}, "min_image_tokens 13 are more than max_image_tokens 12"),
+        ({"max_image_tokens": 0}, r"max_image_tokens is 0, .* \(1 to 16,384 are\)"),
+        ({"use_image_special_tokens": False}, "use_image_special_tokens is False"),
         ({"use_thumbnail": 1}, "use_thumbnail is 1"),
         ({"max_pixels_tolerance": "2"}, "max_pixels_tolerance is '2'"),
     ],
@@ -308,6 +310,32 @@ def test_pieces_that_arent_built(values: dict[str, Any], said: str, tmp_path: Pa
     set_processor(tmp_path, **values)
     with pytest.raises(ModelError, match=said):
         pictures_of(tmp_path)
+
+
+def test_marks_around_pieces_are_said_outside(tmp_path: Path) -> None:
+    """As the whole processor's own."""
+    make_lfm2(tmp_path)
+    own = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"max_tiles": None}
+    for marks in (True, False):
+        whole = {"use_image_special_tokens": marks, "image_processor": own}
+        (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+        if marks:
+            assert pictures_of(tmp_path).cutter.cut(picture(30, 20)).tokens == 6
+        else:
+            with pytest.raises(ModelError, match="use_image_special_tokens is False"):
+                pictures_of(tmp_path)
+
+
+@pytest.mark.parametrize("bounds", [(4, 12), (64, 256), (256, 256), (200, 256), (1, 1)])
+def test_no_piece_has_more_tokens_than_is_planned_for(bounds: tuple[int, int]) -> None:
+    cutter = PieceCutter(48, 8, 2, (1, 1), bounds, 2.0, True, "<image>")
+    sizes = np.unique(np.geomspace(1, 60_000, 90).astype(int)).tolist()
+    most = 0
+    for width in sizes:
+        for height in (h for h in sizes if max(h, width) <= 200 * min(h, width)):
+            high, wide = cutter._whole(width, height)
+            most = max(most, high * wide // cutter.unit**2)
+    assert bounds[0] <= most <= cutter.most_tokens <= 2 * most + 20
 
 
 def test_pixels_as_processors_once_said_them(tmp_path: Path) -> None:
@@ -341,6 +369,7 @@ def test_what_may_be_chosen_otherwise(tmp_path: Path) -> None:
     assert tokens(pieces, use_thumbnail=False) == 4 * 9
     assert tokens(pieces, do_image_splitting=False) == 9
     assert tokens(pieces, max_tiles=2) == 2 * 9 + 9
+    assert tokens(pieces, max_tiles=1) == 9
     assert tokens(pieces, min_image_tokens=25, max_image_tokens=36) == 4 * 9 + 36
     for folder, key, said in (
         (grid, "max_pixel", r"not 'max_pixel'\. Did you mean 'max_pixels'"),
@@ -351,6 +380,10 @@ def test_what_may_be_chosen_otherwise(tmp_path: Path) -> None:
             LLM(folder, mm_processor_kwargs={key: 5})
     with pytest.raises(ConfigError, match="mm_processor_kwargs: max_pixels can't be 'a' for"):
         LLM(grid, mm_processor_kwargs={"max_pixels": "a"})
+    with pytest.raises(ConfigError, match=r"min_tiles 5 are more than max_tiles 4\. Choose both"):
+        LLM(pieces, mm_processor_kwargs={"min_tiles": 5})
+    with pytest.raises(ConfigError, match=r"max_image_tokens can't be 0 .* \(1 to 16,384 are\)"):
+        LLM(pieces, mm_processor_kwargs={"max_image_tokens": 0})
     with pytest.raises(ConfigError, match="of models that see pictures"):
         LLM(mm_processor_kwargs={"max_pixels": 5})
     with pytest.raises(ConfigError, match="must be an object such as"):

@@ -323,6 +323,7 @@ def test_what_isnt_built_of_qwens(
         ("text_config", {"model_type": "llama"}, "model_type='llama'"),
         (None, {"use_image_special_tokens": False}, "use_image_special_tokens=False"),
         (None, {"vision_feature_layer": -2}, "vision_feature_layer=-2"),
+        (None, {"image_token_index": 5}, "image_token_index=5; built for this family: 257"),
         (None, {"downsample_factor": 0}, "downsample_factor must be a"),
     ],
 )
@@ -333,6 +334,22 @@ def test_what_isnt_built_of_lfm2(
     change(tmp_path, part, **values)
     with pytest.raises(UnsupportedModelError, match=said):
         read_spec(tmp_path)
+
+
+def test_what_lfm2_leaves_unsaid(tmp_path: Path) -> None:
+    """As transformers has it: tied, whatever the text model's part says, and no norm where none is
+    wanted, although the file has one.
+    """
+    make_lfm2(tmp_path)
+    change(tmp_path, "text_config", tie_word_embeddings=False)
+    change(tmp_path, None, projector_use_layernorm=False)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["tie_word_embeddings"], config["image_token_id"]
+    file.write_text(json.dumps(config))
+    loaded = load_model(tmp_path)
+    assert loaded.spec.decoder.tied
+    assert loaded.spec.pictures is not None and loaded.spec.pictures.token_id == 396
 
 
 def test_published_names_of_lfm2(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from penstock.errors import UnsupportedModelError
 from penstock.models.common import activation
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import read_part, register
-from penstock.models.spec import ModelSpec, PicturesSpec, Rename, Rule
+from penstock.models.spec import Ignore, ModelSpec, PicturesSpec, Rename, Rule
 from penstock.models.vision.towers import layer_rules, tower_layers
 from penstock.nn.spec import DecoderSpec, GridSpec, NormSpec, ProjectorSpec
 
@@ -25,10 +25,10 @@ _RULES: tuple[Rule, ...] = (
     Rename(f"{_AT}.embeddings.position_embedding.weight", "vision.positions.weight"),
     Rename(f"{_AT}.post_layernorm.{{p}}", "vision.post_norm.{p}"),
     *layer_rules(_AT),
-    Rename("multi_modal_projector.layer_norm.{p}", "vision.projector.norm.{p}"),
     Rename("multi_modal_projector.linear_1.{p}", "vision.projector.up.{p}"),
     Rename("multi_modal_projector.linear_2.{p}", "vision.projector.down.{p}"),
 )
+_NORM = "multi_modal_projector.layer_norm"
 _CUTTING = """do_image_splitting encoder_patch_size max_image_tokens max_num_patches
     max_pixels_tolerance max_tiles min_image_tokens min_tiles tile_size use_thumbnail""".split()
 """Of published configs: what the processor's own file says."""
@@ -51,17 +51,18 @@ def read_config(c: ConfigReader) -> ModelSpec:
         activation=activation(c, "projector_hidden_act", "gelu", gated=False),
         norm=norm if c.flag("projector_use_layernorm", True) else None,
     )
+    normed: Rule = Rename(f"{_NORM}.{{p}}", "vision.projector.norm.{p}")
+    if projector.norm is None:
+        normed = Ignore(f"{_NORM}.*")
     grid = _tower(c.part("vision_config"), projector)
     own = "tie_embedding" if c.has("tie_embedding") else "tie_word_embeddings"
-    token_id = 396
-    for key in ("image_token_id", "image_token_index"):  # published files say the second
-        if c.has(key):
-            token_id = c.integer(key)
+    token_id = c.integer("image_token_id", c.integer("image_token_index", 396))
+    c.only("image_token_index", (token_id,), token_id)  # as older files call it
     return replace(
         text,
         family="lfm2_vl",
-        decoder=replace(text.decoder, vision=grid, tied=c.flag(own, text.decoder.tied)),
-        rules=(_patches(grid.patch), *_RULES, *text.rules),
+        decoder=replace(text.decoder, vision=grid, tied=c.flag(own, True)),
+        rules=(_patches(grid.patch), normed, *_RULES, *text.rules),
         dtype=c.dtype or text.dtype,
         aliases=(
             ("model.language_model.", "model."),

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -42,7 +43,7 @@ from penstock.runtime.inputs import Derived, Form, Inputs, Weights
 from penstock.runtime.package import quiet
 from penstock.step import KV, LayerCache, StatefulStep, Step
 
-_FORMAT = 1
+_FORMAT = 2
 _TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 """What torch notes about where a node came from: paths of this machine among it."""
 
@@ -80,11 +81,21 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what is computed: operators, constants, shapes and dtypes; not of weights."""
+        """SHA-256 of what is computed: operators, constants, shapes and dtypes; not of weights.
+
+        Open dimensions are told apart, but not by the names that torch has given them.
+        """
         lines = [f"{_FORMAT} {json.dumps(_plain(self.derived), sort_keys=True)}"]
+        sizes: dict[str, str] = {}
+
+        def numbered(found: re.Match[str]) -> str:
+            return sizes.setdefault(found[0], f"d{len(sizes)}")
+
         for node in self.module.graph.nodes:
             value = node.meta.get("val")
-            form = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else ""
+            form = ""
+            if isinstance(value, Tensor):
+                form = f"{value.dtype} {re.sub('[a-z]+[0-9]+', numbered, str(list(value.shape)))}"
             lines.append(f"{node.name} {node.target} {node.args} {node.kwargs} {form}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -161,40 +172,53 @@ def export_graph(decoder: nn.Module, kv: KV) -> Graph:
 def settled(graph: Graph) -> Graph:
     """A graph that can be saved and compiled, of one whose nodes were rewritten in place.
 
-    What each operator returns is found anew, by its checks of what it is given; the weights are
-    those that are inputs now.
+    Nodes are named by what they call now, and what each returns is found anew, by its operator's
+    checks of what it is given. Weights are those that are inputs now. Raises what those checks
+    raise, of a rewriting that was wrong.
     """
-    module, program = graph.module, graph.program
-    module.graph.lint()
-    module.recompile()
+    graph.module.graph.lint()
+    module = fx.GraphModule(graph.module, _renamed(graph.module.graph))
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     fake = given[0].meta["val"].fake_mode
     FakeTensorProp(module, fake).propagate_dont_convert_inputs(*(n.meta["val"] for n in given))
-    (output,) = module.graph.output_node().args[0]
+    returned: Any = module.graph.output_node().args[0]
+    program = graph.program
     root = program.module_call_graph[0]
-    root = replace(
-        root,
-        signature=replace(
-            root.signature,
-            inputs=[TensorArgument(name=node.name) for node in given],
-            outputs=[TensorArgument(name=output.name)],
-            in_spec=pytree.tree_structure((graph.nodes, {})),
-        ),
+    assert root.signature is not None
+    stated = replace(
+        root.signature,
+        inputs=[TensorArgument(name=node.name) for node in given],
+        outputs=[TensorArgument(name=node.name) for node in returned],
+        in_spec=pytree.tree_structure((graph.nodes, {})),
     )
-    signature = ExportGraphSignature(
-        [InputSpec(InputKind.USER_INPUT, arg, None) for arg in root.signature.inputs],
-        [OutputSpec(OutputKind.USER_OUTPUT, arg, None) for arg in root.signature.outputs],
-    )
-    settled = ExportedProgram(
+    made = ExportedProgram(
         root=module,
         graph=module.graph,
-        graph_signature=signature,
+        graph_signature=ExportGraphSignature(
+            [InputSpec(InputKind.USER_INPUT, each, None) for each in stated.inputs],
+            [OutputSpec(OutputKind.USER_OUTPUT, each, None) for each in stated.outputs],
+        ),
         state_dict={},
         range_constraints=program.range_constraints,
-        module_call_graph=[root],
+        module_call_graph=[replace(root, signature=stated)],
         verifiers=program.verifiers,
     )
-    return Graph(settled, graph.derived)
+    return Graph(made, graph.derived)
+
+
+def _renamed(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes are named by their operators; of what is noted of them it keeps what the
+    inputs are.
+    """
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        given: Any = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = operator(node) or node.name
+        copies[node] = made.create_node(node.op, node.target, given[0], given[1], name)
+        if node.op == "placeholder":
+            copies[node].meta["val"] = node.meta["val"]
+    return made
 
 
 def trace(

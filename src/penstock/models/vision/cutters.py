@@ -137,8 +137,14 @@ class PieceCutter:
 
     @property
     def most_tokens(self) -> int:
-        """Of what goes through the tower at once."""
-        return max(self.tokens[1], (self.side // self.unit) ** 2)
+        """Of what goes through the tower at once: of a tile, or of a picture, of which the longest
+        are one token wide, or have their sides rounded up.
+        """
+        least, most = self.tokens
+        wide = math.isqrt(_NARROWEST * most)
+        sides = math.sqrt(least * _NARROWEST), math.sqrt(least / _NARROWEST)
+        rounded = math.ceil((sides[0] + 1) * (sides[1] + 1))
+        return max(most, wide, rounded, (self.side // self.unit) ** 2)
 
     def cut(self, image: Image) -> Picture:
         _check_narrow(*image.size)

@@ -88,10 +88,12 @@ def _chosen(own: Mapping[str, Any], cut: str, instead: Mapping[str, Any]) -> Map
             f"{nearest(str(unknown[0]), may)}"
         )
     kept = dict(own)
+    if cut == "pieces":  # transformers' processors over torch take null for what is usual
+        kept = {key: value for key, value in own.items() if value is not None}
     if cut == "canvas":
         kept.pop("crop_to_patches", None)  # transformers' processor crops, whatever the file says
     if "size" in instead:  # the two say the same
-        kept = {key: value for key, value in own.items() if key not in ("min_pixels", "max_pixels")}
+        kept = {k: v for k, v in kept.items() if k not in ("min_pixels", "max_pixels")}
     return kept | dict(instead)
 
 
@@ -129,12 +131,21 @@ class _Said(NamedTuple):
             raise self.unbuilt(key)
         return edge
 
-    def whole_number(self, key: str, default: int) -> int:
-        """At least 1."""
+    def whole_number(self, key: str, default: int, most: int = 1 << 10) -> int:
+        """From 1 to `most`."""
         found = self.given.get(key, default)
-        if type(found) is not int or not 0 < found <= 1 << 10:
-            raise self.unbuilt(key)
+        if type(found) is not int or not 0 < found <= most:
+            raise self.unbuilt(key, f" (1 to {most:,} are)")
         return found
+
+    def bounds(self, low: str, least: int, high: str, most: int) -> tuple[int, int]:
+        """Two whole numbers that are in order."""
+        if least > most:
+            said = f"{low} {least:,} are more than {high} {most:,}"
+            if low in self.chosen or high in self.chosen:
+                raise ConfigError(f"mm_processor_kwargs: {said}. Choose both.")
+            raise UnsupportedModelError(f"{self.folder}: its processor's {said}.")
+        return least, most
 
     def number(self, key: str, default: float) -> float:
         """Finite."""
@@ -172,16 +183,16 @@ class _Said(NamedTuple):
             raise self.unbuilt(key)
         return found
 
-    def unbuilt(self, key: str) -> UnsupportedModelError | ConfigError:
-        """The error of what a setting is."""
+    def unbuilt(self, key: str, but: str = "") -> UnsupportedModelError | ConfigError:
+        """The error of what a setting is. but: what it could be."""
         if key in self.chosen:
             return ConfigError(
                 f"mm_processor_kwargs: {key} can't be {self.chosen[key]!r:.80} for this kind of "
-                "model."
+                f"model{but}."
             )
         return UnsupportedModelError(
             f"{self.folder}: its processor's {key} is {self.given.get(key)!r:.80}, which isn't "
-            "built for this family."
+            f"built for this family{but}."
         )
 
 
@@ -208,11 +219,7 @@ def _canvas(said: _Said, vision: VisionSpec, placeholder: str) -> tuple[Cutter, 
             f"{side} pixels. They belong to different models."
         )
     least, most = said.whole_number("min_patches", 1), said.whole_number("max_patches", 12)
-    if least > most:
-        raise UnsupportedModelError(
-            f"{said.folder}: its processor's min_patches {least} are more than its max_patches "
-            f"{most}."
-        )
+    said.bounds("min_patches", least, "max_patches", most)
     if not said.flag("crop_to_patches", True):
         least = most = 1
     how = said.resample(_BICUBIC)
@@ -265,11 +272,7 @@ def _grid(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _Col
         if type(bounds[-1]) is not int or bounds[-1] <= 0:
             raise said.unbuilt("size" if found is None else key)
     least, most = bounds
-    if least > most:
-        raise UnsupportedModelError(
-            f"{said.folder}: its processor's min_pixels {least:,} are more than its max_pixels "
-            f"{most:,}."
-        )
+    said.bounds("min_pixels", least, "max_pixels", most)
     how = said.resample(_BICUBIC)
     cutter = GridCutter(vision.patch * fold, least, most, how, placeholder)
     return cutter, _HALF if vision.table_side else _CLIP
@@ -286,17 +289,18 @@ def _pieces(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _C
             )
     if side % (vision.patch * fold):
         raise said.unbuilt("tile_size")
+    if said.flag("use_image_special_tokens", True) is False:
+        raise said.unbuilt("use_image_special_tokens")
     if said.resample(_BILINEAR) != _BILINEAR:
         raise said.unbuilt("resample")
-    bounds = []
-    for what, least, most in (("tiles", 2, 10), ("image_tokens", 64, 256)):
-        bound = said.whole_number(f"min_{what}", least), said.whole_number(f"max_{what}", most)
-        if bound[0] > bound[1]:
-            raise said.unbuilt(f"min_{what}")
-        bounds.append(bound)
-    shapes, tokens = bounds
+    shapes = 1, said.whole_number("max_tiles", 10)
     if not said.flag("do_image_splitting", True):
-        shapes = (1, 1)
+        shapes = 1, 1
+    if shapes[1] > 1:
+        shapes = said.bounds("min_tiles", said.whole_number("min_tiles", 2), "max_tiles", shapes[1])
+    least = said.whole_number("min_image_tokens", 64, 1 << 14)
+    most = said.whole_number("max_image_tokens", 256, 1 << 14)
+    tokens = said.bounds("min_image_tokens", least, "max_image_tokens", most)
     tolerance, whole = said.number("max_pixels_tolerance", 2.0), said.flag("use_thumbnail", True)
     cutter = PieceCutter(side, vision.patch, fold, shapes, tokens, tolerance, whole, placeholder)
     return cutter, _HALF
@@ -305,7 +309,10 @@ def _pieces(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _C
 def _processor(folder: Path) -> Mapping[str, Any]:
     """What `preprocessor_config.json`, or the newer `processor_config.json`, says of pictures."""
     newer = folder / "processor_config.json"
-    found = read_json(newer).get("image_processor") if newer.is_file() else None
+    whole = read_json(newer) if newer.is_file() else {}
+    found, around = whole.get("image_processor"), "use_image_special_tokens"
+    if isinstance(found, dict) and around in whole:  # LFM2-VL's, beside its own
+        found = {**found, around: whole[around]}
     if found is None:
         file = folder / "preprocessor_config.json"
         if not file.is_file():
