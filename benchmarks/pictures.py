@@ -56,7 +56,7 @@ LFM2 = {
     "vocab_size": 65536,
     "max_position_embeddings": 128000,
 }
-TOKENS, SIZE = 32, (1024, 768)
+TOKENS = 32
 
 
 def make_smolvlm(folder: Path) -> tuple[Any, Any]:
@@ -131,6 +131,7 @@ def ours(llm: LLM, prompt: Any) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MAKERS, default="smolvlm")
+    parser.add_argument("--size", type=int, nargs=2, default=(1024, 768), help="of the picture")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
@@ -138,7 +139,7 @@ def main() -> None:
         folder = Path(name)
         torch.manual_seed(0)
         model, processor = MAKERS[asked.model](folder)
-        image = picture(*SIZE)
+        image = picture(*asked.size)
         inputs = processor(text="What is <image>?", images=[image], return_tensors="pt")
         inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
         found: dict[str, list[Any]] = {"transformers": []}
@@ -159,6 +160,7 @@ def main() -> None:
         **environment(detect()),
         "benchmark": "pictures",
         "model": asked.model,
+        "size": asked.size,
         "transformers": transformers.__version__,
         "peaks": str(peaks),
         "tiles": tiles,
