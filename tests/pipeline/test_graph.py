@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, KernelError, WeightsError
 from penstock.nn import Decoder
-from penstock.pipeline import Graph, export_graph, load_graph
+from penstock.pipeline import Graph, export_graph, load_graph, optimize
 from penstock.pipeline.graph import weights_of
-from penstock.pipeline.nodes import arguments, calls
+from penstock.pipeline.nodes import arguments, calls, operator
 from penstock.runtime import Forward
 from penstock.step import KV, Step
 from tests.exactness.bits import Machine, build, prompt
@@ -102,6 +103,15 @@ def test_one_operator_for_one_thing(graph: Graph, decoder: Decoder) -> None:
     for node in calls(graph.module.graph, "linear"):  # nothing before or after the product
         given = arguments(node)
         assert given["norm"] is None and given["activation"] == 0 and not given["gated"]
+
+
+def test_nodes_are_named_by_what_they_call(graph: Graph) -> None:
+    """And nothing is noted of operators that they called before passes."""
+    for made in (graph, optimize(graph).graph):
+        for node in made.module.graph.nodes:
+            if name := operator(node):
+                assert re.fullmatch(rf"{name}(_\d+)?", node.name)
+                assert "eager_input_vals" not in node.meta
 
 
 def test_nothing_is_copied_or_changed(decoder: Decoder, tmp_path: Path) -> None:

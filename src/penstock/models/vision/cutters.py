@@ -149,25 +149,21 @@ class PieceCutter:
     def cut(self, image: Image) -> Picture:
         _check_narrow(*image.size)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        high, wide = self._whole(*image.size)
-        pieces = [_scaled(pixels, high, wide)]
-        tokens = high * wide // self.unit**2
-        text = self.image * tokens
+        parts: list[tuple[str, np.ndarray]] = []  # what is written before a piece, and the piece
         if self.shapes[1] > 1 and self._is_large(*image.size):
             across, down = _nearest_shape(*image.size, self.side, *self.shapes)
+            marks = [f"<|img_row_{y + 1}_col_{x + 1}|>" for y in range(down) for x in range(across)]
             tiles = self._tiles(pixels, across, down)
-            each = (self.side // self.unit) ** 2
-            whole = f"<|img_thumbnail|>{text}" if self.whole else ""
-            text = "".join(
-                f"<|img_row_{y + 1}_col_{x + 1}|>{self.image * each}"
-                for y in range(down)
-                for x in range(across)
-            )
-            if len(tiles) == 1:  # the only one: nothing says which it is
-                text, whole = self.image * each, ""
-            text, pieces = text + whole, tiles + pieces[: bool(whole)]
-            tokens = len(tiles) * each + tokens * bool(whole)
-        return Picture.of(pieces, f"<|image_start|>{text}<|image_end|>", tokens)
+            parts += zip(marks if len(tiles) > 1 else [""], tiles, strict=True)
+        if not parts or (self.whole and len(parts) > 1):
+            mark = "<|img_thumbnail|>" if parts else ""
+            parts.append((mark, _scaled(pixels, *self._whole(*image.size))))
+        counts = [piece.shape[0] * piece.shape[1] // self.unit**2 for _, piece in parts]
+        text = "".join(
+            mark + self.image * count for (mark, _), count in zip(parts, counts, strict=True)
+        )
+        pieces = [piece for _, piece in parts]
+        return Picture.of(pieces, f"<|image_start|>{text}<|image_end|>", sum(counts))
 
     def _tiles(self, pixels: torch.Tensor, across: int, down: int) -> list[np.ndarray]:
         side = self.side
