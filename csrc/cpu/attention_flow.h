@@ -375,20 +375,20 @@ class Flow {
   template <int R>
   [[gnu::always_inline]] void exponentials(const Item& item, int64_t g, const float* scores,
                                            float scale, const float* minus, F16* sums) {
-    F16 x[8];
+    Many<8> x;
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) x[i] = load(scores + i % 2 * kTileSums + (R + i / 2) * kColumns);
+    for (int i = 0; i < 8; i++) x.v[i] = load(scores + i % 2 * kTileSums + (R + i / 2) * kColumns);
     if (exact_scale_) {
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) x[i] = fma(x[i], set1(scale), set1(minus[R + i / 2]));
+      for (int i = 0; i < 8; i++) x.v[i] = fma(x.v[i], set1(scale), set1(minus[R + i / 2]));
     } else {
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) x[i] = x[i] * set1(scale) + set1(minus[R + i / 2]);
+      for (int i = 0; i < 8; i++) x.v[i] = x.v[i] * set1(scale) + set1(minus[R + i / 2]);
     }
-    exp_below(x);
+    x = exp_below(x);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      F16 &a = x[2 * i], &b = x[2 * i + 1];
+      F16 &a = x.v[2 * i], &b = x.v[2 * i + 1];
       sums[R + i] = (sums[R + i] + a) + b;
       if constexpr (kScaled) {
         a = a * load(value_steps_ + g * kGroup);

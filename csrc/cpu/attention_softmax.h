@@ -1,7 +1,7 @@
 // Softmax of rows of scores within one span: the largest, e^(score − largest), and their sum.
 #pragma once
 
-#include "elementary.h"
+#include "many.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -13,42 +13,6 @@ constexpr int kSideBySide = 2;
 #else
 constexpr int kSideBySide = 1;
 #endif
-
-// p · 2^n, where the lowest bits of `raised` are n
-static inline F16 times_power(F16 p, F16 raised) {
-#if defined(__AVX512F__)
-  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(raised.v), 23);
-  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), n))};
-#else
-  const __m256i lo = _mm256_slli_epi32(_mm256_castps_si256(raised.lo), 23);
-  const __m256i hi = _mm256_slli_epi32(_mm256_castps_si256(raised.hi), 23);
-  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.lo), lo)),
-          _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.hi), hi))};
-#endif
-}
-
-// e^x for x ≤ 0, as `exp` has it, in fewer steps; but what is 0 there may be a denormal here, which
-// all that follows takes for 0.
-template <int N>
-[[gnu::always_inline]] static inline void exp_below(F16 (&x)[N]) {
-  const F16 raise = set1(0x1.8p23f);  // a sum with it is rounded to whole numbers
-  F16 raised[N], p[N];
-#define PENSTOCK_EACH _Pragma("GCC unroll 8") for (int i = 0; i < N; i++)
-  PENSTOCK_EACH x[i] = max(set1(-87.5f), x[i]);  // in this order a NaN stays NaN
-  PENSTOCK_EACH raised[i] = x[i] * set1(1.44269504088896341f);
-  PENSTOCK_EACH raised[i] = raised[i] + raise;
-  PENSTOCK_EACH p[i] = raised[i] - raise;
-  PENSTOCK_EACH x[i] = fma(p[i], set1(-0.693359375f), x[i]);
-  PENSTOCK_EACH x[i] = fma(p[i], set1(2.12194440e-4f), x[i]);
-  PENSTOCK_EACH p[i] = fma(set1(1.9875691500e-4f), x[i], set1(1.3981999507e-3f));
-  PENSTOCK_EACH p[i] = fma(p[i], x[i], set1(8.3334519073e-3f));
-  PENSTOCK_EACH p[i] = fma(p[i], x[i], set1(4.1665795894e-2f));
-  PENSTOCK_EACH p[i] = fma(p[i], x[i], set1(1.6666665459e-1f));
-  PENSTOCK_EACH p[i] = fma(p[i], x[i], set1(5.0000001201e-1f));
-  PENSTOCK_EACH p[i] = fma(p[i], x[i] * x[i], x[i] + set1(1.0f));
-  PENSTOCK_EACH x[i] = times_power(p[i], raised[i]);
-#undef PENSTOCK_EACH
-}
 
 struct Add {
   F16 operator()(F16 a, F16 b) const { return a + b; }
@@ -109,15 +73,15 @@ static inline void exponentials(const float* row, int64_t pitch, int64_t count, 
     sum[i] = zero();
   }
   for (int64_t j = 0; j < count; j += 32) {
-    F16 x[2 * R];
+    Many<2 * R> x;
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * R; i++)
-      x[i] = load(row + i / 2 * pitch + j + i % 2 * 16) * factor - less[i / 2];
-    exp_below(x);
+      x.v[i] = load(row + i / 2 * pitch + j + i % 2 * 16) * factor - less[i / 2];
+    x = exp_below(x);
 #pragma GCC unroll 4
     for (int i = 0; i < R; i++) {
-      sum[i] = (sum[i] + x[2 * i]) + x[2 * i + 1];
-      emit(i, j, x[2 * i], x[2 * i + 1]);
+      sum[i] = (sum[i] + x.v[2 * i]) + x.v[2 * i + 1];
+      emit(i, j, x.v[2 * i], x.v[2 * i + 1]);
     }
   }
 #pragma GCC unroll 4

@@ -105,72 +105,112 @@ static inline void divide_row(const float* floats, int64_t count, float scale, i
     store_bytes(out + j, min(max(load(floats + j) / by, zero() - end), end));
 }
 
-// What a row's scale is taken from: its greatest magnitude, and NaN where it holds one.
+// What a row's scale is taken from: its greatest magnitude, by bits, of which a NaN's or an infinity's are
+// the greatest.
 struct Extent {
-  F16 top = zero(), bad = zero();
+  F16 top = zero();
 
-  void take(F16 v) {
-    top = max(top, abs(v));
-    bad = fma(v, zero(), bad);
-  }
+  void take(F16 v) { top = max_bits(top, abs(v)); }
+  float highest() const { return reduce_max(top); }
+  float bad() const { return reduce_add(top * zero()); }  // NaN where one of them isn't a number, else 0
 };
 
 // Floats as int8 in ±127, of the extent that was found; returns their scale, NaN where they hold one.
 static inline float to_int8(const float* floats, int64_t count, const Extent& found, int8_t* out) {
-  const float highest = reduce_max(found.top);
+  const float highest = found.highest();
   const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
-  for (int64_t j = 0; j < count; j += 16) store_bytes(out + j, load(floats + j) * inverse);
-  return highest / 127.0f + reduce_add(found.bad);
+  int64_t j = 0;
+  for (; j + 64 <= count; j += 64) {
+    F16 v[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) v[i] = load(floats + j + 16 * i) * inverse;
+    store_bytes(out + j, v);
+  }
+  for (; j < count; j += 16) store_bytes(out + j, load(floats + j) * inverse);
+  return highest / 127.0f + found.bad();
 }
 
-// A row as floats, rotated where asked, zeros up to `padded`.
-template <bool Rotated, typename T>
-static inline Extent measure_row(const T* x, int64_t dim, int64_t padded, float* out) {
+// A row as floats, its root-mean-square norm taken and rotated where asked, zeros up to `padded`.
+// scale: the norm's.
+template <bool Rotated, bool Normed, typename T>
+static inline Extent measure_row(const LinearArgs& a, const T* x, F16 scale, float* out) {
+  const int64_t dim = a.k, padded = a.padded_k;
   Extent found;
-  constexpr int parts = Rotated ? 4 : 1;
-  for (int64_t j = 0; j < padded; j += parts * kColumns) {
-    F16 v[parts];
-#pragma GCC unroll 4
-    for (int i = 0; i < parts; i++) {
-      const int64_t at = j + i * kColumns, left = dim - at;
-      v[i] = left >= kColumns ? load(x + at)
-             : left > 0       ? load_some(x + at, static_cast<int>(left))
-                              : zero();
-    }
+  constexpr int parts = 4;
+  const auto take = [&](int64_t j, F16 (&v)[parts]) {
     if constexpr (Rotated) rotate(v);
 #pragma GCC unroll 4
     for (int i = 0; i < parts; i++) {
       found.take(v[i]);
       store(out + j + i * kColumns, v[i]);
     }
+  };
+  int64_t j = 0;
+  for (; j + parts * kColumns <= dim; j += parts * kColumns) {
+    F16 v[parts];
+#pragma GCC unroll 4
+    for (int i = 0; i < parts; i++) {
+      v[i] = load(x + j + i * kColumns);
+      if constexpr (Normed) v[i] = v[i] * scale * load(a.norm + j + i * kColumns);
+    }
+    if constexpr (Normed && sizeof(T) == sizeof(bf16)) {
+      round_both(v[0], v[1]);
+      round_both(v[2], v[3]);
+    }
+    take(j, v);
+  }
+  for (; j < padded; j += parts * kColumns) {  // padded is a multiple of 64
+    F16 v[parts];
+    for (int i = 0; i < parts; i++) {
+      const int64_t at = j + i * kColumns, left = std::min<int64_t>(dim - at, kColumns);
+      v[i] = zero();
+      if (left <= 0) continue;
+      const int count = static_cast<int>(left);
+      v[i] = load_some(x + at, count);
+      if constexpr (Normed) v[i] = round_to<T>(v[i] * scale * load_first(a.norm + at, count));
+      v[i] = keep_first(v[i], count, 0.0f);
+    }
+    take(j, v);
   }
   return found;
 }
 
 template <typename T>
-static inline Extent measure_row(const LinearArgs& a, const T* x, int64_t dim, float* out) {
-  return a.rotated ? measure_row<true>(x, dim, a.padded_k, out)
-                   : measure_row<false>(x, dim, a.padded_k, out);
+static inline Extent measure_row(const LinearArgs& a, const T* x, F16 scale, float* out) {
+  if (a.rotated)
+    return a.norm ? measure_row<true, true>(a, x, scale, out) : measure_row<true, false>(a, x, scale, out);
+  return a.norm ? measure_row<false, true>(a, x, scale, out) : measure_row<false, false>(a, x, scale, out);
+}
+
+template <typename T>
+static inline const T* row_at(const LinearArgs& a, int64_t row) {
+  return static_cast<const T*>(a.x) + row * a.x_stride;
+}
+
+// What the norm, where there is one, multiplies R rows by.
+template <int R>
+static inline void norm_scales(const LinearArgs& a, int64_t row, F16 (&out)[R]) {
+  if (!a.norm) return;
+  a.dtype == DType::bf16 ? inverse_norms(row_at<bf16>(a, row), a.x_stride, a.k, a.eps, out)
+                         : inverse_norms(row_at<float>(a, row), a.x_stride, a.k, a.eps, out);
 }
 
 // The same row as int8, by its own scale or by `input_scale`; returns it, NaN where the row holds one.
-static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
+static inline float int8_row(const LinearArgs& a, int64_t row, F16 scale, int8_t* out) {
   float* floats =
       static_cast<float*>(scratch(Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)));
-  Extent found;
-  if (a.norm) {
-    float_row(a, row, a.padded_k, floats);
-    found = measure_row(a, floats, a.padded_k, floats);
-  } else if (a.dtype == DType::bf16) {
-    found = measure_row(a, static_cast<const bf16*>(a.x) + row * a.x_stride, a.k, floats);
-  } else {
-    found = measure_row(a, static_cast<const float*>(a.x) + row * a.x_stride, a.k, floats);
-  }
+  const Extent found = a.dtype == DType::bf16 ? measure_row(a, row_at<bf16>(a, row), scale, floats)
+                                              : measure_row(a, row_at<float>(a, row), scale, floats);
   if (a.input_scale) {
     divide_row(floats, a.padded_k, *a.input_scale, out);
-    return *a.input_scale + reduce_add(found.bad);
+    return *a.input_scale + found.bad();
   }
   return to_int8(floats, a.padded_k, found, out);
+}
+static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
+  F16 scale[1] = {zero()};
+  norm_scales(a, row, scale);
+  return int8_row(a, row, scale[0], out);
 }
 
 // The same row as int8 in blocks, which have a scale each.

@@ -2,7 +2,7 @@
 // so that a processor's short queue of waiting instructions holds independent ones.
 #pragma once
 
-#include "vec.h"
+#include "elementary.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -29,10 +29,7 @@ struct Many {
   PENSTOCK_EACH(fma(Many a, Many b, Many c), fma(a.v[r], b.v[r], c.v[r]))
   PENSTOCK_EACH(min(Many a, Many b), min(a.v[r], b.v[r]))
   PENSTOCK_EACH(max(Many a, Many b), max(a.v[r], b.v[r]))
-  PENSTOCK_EACH(round_even(Many a), round_even(a.v[r]))
-  PENSTOCK_EACH(scale_by_power(Many a, Many n), scale_by_power(a.v[r], n.v[r]))
-  PENSTOCK_EACH(where_less(Many x, Many limit, Many b, Many a),
-                where_less(x.v[r], limit.v[r], b.v[r], a.v[r]))
+  PENSTOCK_EACH(times_power(Many p, Many raised), times_power(p.v[r], raised.v[r]))
 #undef PENSTOCK_EACH
 };
 

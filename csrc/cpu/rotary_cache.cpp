@@ -61,12 +61,22 @@ struct Key {  // [P/16, D/v, 16, v]; of four bits [P/16, D/2, 16]
   static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t j, int64_t v) {
     return key_place(a.padded_dim, offset, j, v);
   }
+  // Sixteen values from j on.
+  static void put(const RotaryCacheArgs& a, int64_t offset, int64_t j, F16 values, bf16* out) {
+    bf16 words[16];
+    store(words, values);
+    bf16* to = out + place(a, offset, j, 2);
+    for (int64_t i = 0; i < 16; i += 2) __builtin_memcpy(to + i * 16, words + i, 4);
+  }
   static void* cache(const RotaryCacheArgs& a) { return a.key_cache; }
   static Scales scale(const RotaryCacheArgs& a) { return a.key_scale; }
 };
 struct Value {  // [D/16, P/v, 16, v]
   static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t j, int64_t v) {
     return offset / v * 16 * v + offset % v + j / 16 * a.block_size * 16 + j % 16 * v;
+  }
+  static void put(const RotaryCacheArgs& a, int64_t offset, int64_t j, F16 values, bf16* out) {
+    store_apart(out + place(a, offset, j, 2), values);
   }
   static void* cache(const RotaryCacheArgs& a) { return a.value_cache; }
   static Scales scale(const RotaryCacheArgs& a) { return a.value_scale; }
@@ -93,11 +103,7 @@ void put_head(const RotaryCacheArgs& a, const float* head, const Spot& at, int64
   const int64_t offset = at.offset;
   int64_t from = 0;
   if constexpr (std::is_same_v<S, bf16>)
-    for (; a.kept - from >= 16; from += 16) {
-      bf16 words[16];
-      store(words, load(head + from));
-      for (int64_t j = 0; j < 16; j++) out[Side::place(a, offset, from + j, 2)] = words[j];
-    }
+    for (; a.kept - from >= 16; from += 16) Side::put(a, offset, from, load(head + from), out);
   for (int64_t j = from; j < a.padded_dim; j++)
     from_float(j < a.kept ? head[j] : 0.0f, out[Side::place(a, offset, j, v)]);
 }
@@ -259,11 +265,32 @@ const float* angles(const RotaryCacheArgs& a, int64_t position) {
   return a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr;
 }
 
+// Whether queries are turned as they are, halves of whole registers.
+bool turns_only(const RotaryCacheArgs& a) {
+  return a.cos_sin && !a.q_norm && !a.bases && !a.interleaved && a.rotary_dim == a.dim &&
+         a.dim % 32 == 0;
+}
+
+// `heads` heads of `dim`, as turn_head does it.
+template <typename T>
+void turn_heads(const T* q, int64_t heads, int64_t dim, const float* cos_sin, T* out) {
+  const int64_t half = dim / 2;
+  for (int64_t j = 0; j < half; j += 16) {
+    const F16 c = load(cos_sin + j), s = load(cos_sin + half + j);
+    for (int64_t at = j; at < heads * dim; at += dim) {
+      const F16 x = load(q + at), y = load(q + at + half);
+      store(out + at, x * c - y * s);
+      store(out + at + half, y * c + x * s);
+    }
+  }
+}
+
 // The queries of token t, turned as at `position`.
 template <typename T>
 void turn_queries(const RotaryCacheArgs& a, int64_t t, int64_t position, T* out, float* head) {
   const float* cos_sin = angles(a, position);
   const T* q = static_cast<const T*>(a.q) + t * a.stride;
+  if (turns_only(a)) return turn_heads(q, a.heads, a.dim, cos_sin, out);
   const int64_t group = a.heads / a.kv_heads;
   each_head(a, q, a.heads, a.dim, a.q_norm, head, [&](int64_t h) {
     turn_head(a, cos_sin, a.q_norm, head);

@@ -9,8 +9,13 @@ namespace penstock::PENSTOCK_ISA {
 template <typename T>
 static inline F16 inverse_deviation(const T* x, int64_t dim, float mean, float eps) {
   F16 squares = zero();
-  for (int64_t j = 0; j < dim; j += 16) {
-    const int c = dim - j < 16 ? static_cast<int>(dim - j) : 16;
+  int64_t j = 0;
+  for (; j + 16 <= dim; j += 16) {
+    const F16 v = load(x + j) - set1(mean);
+    squares = fma(v, v, squares);
+  }
+  if (j < dim) {
+    const int c = static_cast<int>(dim - j);
     const F16 v = keep_first(load_some(x + j, c) - set1(mean), c, 0.0f);
     squares = fma(v, v, squares);
   }
@@ -18,12 +23,40 @@ static inline F16 inverse_deviation(const T* x, int64_t dim, float mean, float e
   return set1(1.0f / __builtin_sqrtf(variance + eps));
 }
 
+// 1 / sqrt(mean(x²) + eps) of R rows, side by side.
+template <int R, typename T>
+static inline void inverse_norms(const T* x, int64_t stride, int64_t dim, float eps, F16 (&out)[R]) {
+  F16 squares[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) squares[r] = zero();
+  int64_t j = 0;
+  for (; j + 16 <= dim; j += 16)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const F16 v = load(x + r * stride + j);
+      squares[r] = fma(v, v, squares[r]);
+    }
+  for (int r = 0; r < R; r++) {
+    if (j < dim) {
+      const F16 v = keep_first(load_some(x + r * stride + j, static_cast<int>(dim - j)),
+                               static_cast<int>(dim - j), 0.0f);
+      squares[r] = fma(v, v, squares[r]);
+    }
+    out[r] = set1(1.0f / __builtin_sqrtf(reduce_add(squares[r]) / static_cast<float>(dim) + eps));
+  }
+}
+
 // out = x as floats, or its root-mean-square norm rounded to T; zeros up to `padded`.
 template <typename T>
 static inline void take_row(const T* x, int64_t dim, const float* norm, float eps, int64_t padded,
                             float* out) {
   const F16 scale = norm ? inverse_deviation(x, dim, 0.0f, eps) : zero();
-  for (int64_t j = 0; j < padded; j += 16) {
+  int64_t j = 0;
+  for (; j + 16 <= dim; j += 16) {
+    const F16 v = load(x + j);
+    store(out + j, norm ? round_to<T>(v * scale * load(norm + j)) : v);
+  }
+  for (; j < padded; j += 16) {
     const int c = dim - j < 16 ? static_cast<int>(dim - j) : 16;
     F16 v = zero();
     if (c > 0) v = load_some(x + j, c);
@@ -57,9 +90,11 @@ static inline void rotate_row(float* floats, int64_t count) {
   }
 }
 
+// In this order of max and min a NaN stays NaN.
 template <typename V>
 [[gnu::always_inline]] static inline V silu(V x) {
-  return x / (set1(1.0f) + exp(zero() - x));
+  const V from = max(set1(-kWithin), x);
+  return from / (set1(1.0f) + power_within(min(set1(kWithin), from), -kLog2E));
 }
 
 static inline F16 activate(F16 x, Activation kind) {

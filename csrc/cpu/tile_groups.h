@@ -40,8 +40,7 @@ template <Weight W, Taken How>
 class GroupSums {
  public:
   GroupSums(const LinearArgs& a, const Packed& x, Range tiles, const Columns& to)
-      : a_(a), x_(x), tiles_(tiles), finish_(a, x, tiles.first * kTileRows,
-                                             std::min(tiles.last * kTileRows, a.rows), to),
+      : a_(a), x_(x), tiles_(tiles), finish_(a, x, to),
         group_(a.padded_k / a.groups), steps_(x.depth / a.groups), bytes_(steps_ * x.bytes) {
     const int64_t count = tiles.last - tiles.first;
     pair_ = (count + 1) / 2 * 4 * kSums;
@@ -74,8 +73,8 @@ class GroupSums {
         for (int64_t i = 0; i < count; i++) row_tile<false>(i, m, groups);
     }
     for (int64_t i = 0; i < count; i += 2) {
-      finish_.begin(totals_ + i / 2 * pair_, p + i, i + 1 < count, 1);
-      finish_.all();
+      finish_.begin(totals_ + i / 2 * pair_, tiles_.first * kTileRows,
+                    std::min(tiles_.last * kTileRows, a_.rows), p + i, i + 1 < count, 1);
     }
   }
 
@@ -122,7 +121,8 @@ class GroupSums {
       return kWidens ? place(i, g, 0) : panel + g * bytes;
     };
     float* const ring = ring_;
-    float* totals = totals_ + i / 2 * pair_ + ((m - tiles_.first) * 2 + i % 2) * kSums;
+    const int64_t tile = m - tiles_.first;
+    float* totals = totals_ + i / 2 * pair_ + (tile / 2 * 4 + i % 2 * 2 + tile % 2) * kSums;
     if constexpr (Widens)
       for (int64_t g = 0; g < std::min(kLag, count); g++) widen(i, groups.first + g, groups.first);
     F16 total[R];
@@ -166,7 +166,7 @@ class GroupSums {
   bool streams_;                   // the first row tile passes as panels are widened
   int64_t most_, mask_;            // groups in a block; of the places of a group
   float* ring_;
-  float* totals_;  // [pair of panels][row tile][panel][16 × 16]
+  float* totals_;  // [pair of panels][pair of row tiles][panel][row tile][16 × 16]
   unsigned char* wide_;
   Panel w_[kGroupPanels] = {};
 };

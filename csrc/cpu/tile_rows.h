@@ -69,55 +69,90 @@ static inline void add_up(const LinearArgs& a, const int8_t* row, int32_t* sums)
   }
 }
 
-// `count` pieces of `bytes` (64 or 32) that lie one behind the other to places `pitch` apart.
-static inline void copy_lines(unsigned char* to, int64_t pitch, const void* from, int64_t count,
-                              int64_t bytes) {
-  const unsigned char* at = static_cast<const unsigned char*>(from);
-  if (bytes == 64)
-    for (int64_t i = 0; i < count; i++) __builtin_memcpy(to + i * pitch, at + i * 64, 64);
+constexpr int64_t kPackRows = 4;  // rows that a thread makes ready at a time
+
+// A row as bfloat16, normalised by `scale` where asked or as values of E4M3, zeros up to padded_k.
+static inline void bf16_row(const LinearArgs& a, int64_t row, F16 scale, bf16* out, float* scales) {
+  int64_t j = 0;
+  if (a.norm && !a.fp8_rows && a.k % 32 == 0) {
+    const bf16* x = row_at<bf16>(a, row);
+    const auto of = [&](int64_t at) { return load(x + at) * scale * load(a.norm + at); };
+    for (; j < a.k; j += 32) store_both(out + j, out + j + 16, of(j), of(j + 16));
+    for (; j < a.padded_k; j += 16) store(out + j, zero());
+    return;
+  }
+  float* floats =
+      static_cast<float*>(scratch(Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)));
+  if (a.fp8_rows)
+    fp8_row(a, row, floats, scales);
   else
-    for (int64_t i = 0; i < count; i++) __builtin_memcpy(to + i * pitch, at + i * 32, 32);
+    float_row(a, row, a.padded_k, floats);
+  for (; j < a.padded_k; j += 16) store(out + j, load(floats + j));
 }
 
-// One row into its place in its row tile; zeros where there is no such row.
-static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
-  unsigned char* to = x.tile(row / kTileRows, 0) + row % kTileRows * x.row_bytes;
-  if (row >= a.rows) {
-    for (int64_t d = 0; d < x.depth; d++)
-      __builtin_memset(to + d * x.pitch, 0, static_cast<size_t>(x.row_bytes));
-    if (x.sums)
-      __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
-    if (a.fp8_rows || (a.blocks && !x.block_sums))
-      __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
-    return;
+// A row as its tile has it, at `packed` if it isn't so in x; its scales, and sums of its groups.
+// scale: the norm's.
+static inline const unsigned char* ready_row(const LinearArgs& a, const Packed& x, int64_t row, F16 scale,
+                                             unsigned char* packed) {
+  if (!a.int8_rows) {
+    if (!a.fp8_rows && !a.norm && a.k == a.padded_k)
+      return reinterpret_cast<const unsigned char*>(row_at<bf16>(a, row));
+    bf16_row(a, row, scale, reinterpret_cast<bf16*>(packed), x.scale + row * a.groups);
+    return packed;
   }
-  const int64_t row_bytes = x.row_bytes;
-  if (a.dtype == DType::bf16 && !a.int8_rows && !a.fp8_rows && !a.norm && a.k == a.padded_k) {
-    copy_lines(to, x.pitch, static_cast<const bf16*>(a.x) + row * a.x_stride, x.depth, row_bytes);
-    return;
-  }
-  unsigned char* packed = static_cast<unsigned char*>(
-      scratch(Scratch::rows, static_cast<size_t>(a.padded_k) * (sizeof(float) + 2)));
-  if (a.int8_rows) {
-    int8_t* bytes = reinterpret_cast<int8_t*>(packed);
-    if (x.block_sums) {
-      int8_blocks(a, row, kRecord, bytes, x.scale + row * (a.padded_k / kRecord));
-      sum_groups(bytes, a.padded_k, x.block_sums + row * row_sums(a));
-    } else if (a.blocks)
-      int8_blocks(a, row, a.padded_k / a.groups, bytes, x.scale + row * a.groups);
-    else
-      x.scale[row] = int8_row(a, row, bytes);
-    if (x.sums) add_up(a, reinterpret_cast<int8_t*>(packed), x.sums + row * a.groups);
+  int8_t* bytes = reinterpret_cast<int8_t*>(packed);
+  if (x.block_sums) {
+    int8_blocks(a, row, kRecord, bytes, x.scale + row * (a.padded_k / kRecord));
+    sum_groups(bytes, a.padded_k, x.block_sums + row * row_sums(a));
+  } else if (a.blocks) {
+    int8_blocks(a, row, a.padded_k / a.groups, bytes, x.scale + row * a.groups);
   } else {
-    float* floats = reinterpret_cast<float*>(packed + a.padded_k * 2);
-    if (a.fp8_rows)
-      fp8_row(a, row, floats, x.scale + row * a.groups);
-    else
-      float_row(a, row, a.padded_k, floats);
-    for (int64_t j = 0; j < a.padded_k; j += 16)
-      store(reinterpret_cast<bf16*>(packed) + j, load(floats + j));
+    x.scale[row] = int8_row(a, row, scale, bytes);
   }
-  copy_lines(to, x.pitch, packed, x.depth, row_bytes);
+  if (x.sums) add_up(a, bytes, x.sums + row * a.groups);
+  return packed;
+}
+
+// What there is of a row that isn't there.
+static inline void no_row(const LinearArgs& a, const Packed& x, int64_t row) {
+  if (x.sums) __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
+  if (a.fp8_rows || (a.blocks && !x.block_sums))
+    __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
+}
+
+// kPackRows rows from `first` on into their places in their row tile, line after line; zeros where there
+// is no such row.
+static inline void pack_rows(const LinearArgs& a, const Packed& x, int64_t first) {
+  const int64_t row_bytes = x.row_bytes, bytes = x.depth * row_bytes;
+  unsigned char* packed = static_cast<unsigned char*>(
+      scratch(Scratch::rows, static_cast<size_t>(kPackRows * bytes)));
+  const unsigned char* from[kPackRows];
+  F16 scales[kPackRows];
+  const bool whole = first + kPackRows <= a.rows;
+  if (whole) norm_scales(a, first, scales);
+  for (int64_t r = 0; r < kPackRows; r++) {
+    unsigned char* own = packed + r * bytes;
+    if (first + r < a.rows) {
+      if (!whole) {
+        F16 scale[1];
+        norm_scales(a, first + r, scale);
+        scales[r] = scale[0];
+      }
+      from[r] = ready_row(a, x, first + r, scales[r], own);
+    } else {
+      no_row(a, x, first + r);
+      __builtin_memset(own, 0, static_cast<size_t>(bytes));
+      from[r] = own;
+    }
+  }
+  unsigned char* to = x.tile(first / kTileRows, 0) + first % kTileRows * row_bytes;
+  for (int64_t d = 0; d < x.depth; d++, to += x.pitch)
+    for (int64_t r = 0; r < kPackRows; r++) {
+      if (row_bytes == 64)
+        __builtin_memcpy(to + r * 64, from[r] + d * 64, 64);
+      else
+        __builtin_memcpy(to + r * 32, from[r] + d * 32, 32);
+    }
 }
 
 static inline void prefetch_lines(const unsigned char* p, int64_t bytes) {

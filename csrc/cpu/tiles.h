@@ -66,6 +66,7 @@ static inline void soft_dot_bytes(int c, int a, int b) {
 #define TILE_RELEASE() ((void)0)
 #define TILE_ZERO(t) soft_zero(t)
 #define TILE_LOAD_ROWS(t, p, row_bytes) soft_load_rows(t, p)
+#define TILE_STREAM_ROWS(t, p, row_bytes) soft_load_rows(t, p)
 #define TILE_LOAD_WEIGHTS(t, p) soft_load(t, p, 16 * soft_row_bytes)
 #define TILE_LOAD_SUMS(t, p) soft_load(t, p)
 #define TILE_STORE(t, p, stride) soft_store(t, p, stride)
@@ -105,6 +106,12 @@ static inline void configure_tiles(int row_bytes, int rows = 16) {
 #define TILE_RELEASE() _tile_release()
 #define TILE_ZERO(t) _tile_zero(t)
 #define TILE_LOAD_ROWS(t, p, row_bytes) TILE_LOAD(t, p, row_bytes)
+// of what L1 shall not keep
+#define TILE_STREAM_ROWS(t, p, row_bytes) \
+  do {                                    \
+    asm volatile("" ::: "memory");        \
+    _tile_stream_loadd(t, p, row_bytes);  \
+  } while (0)
 #define TILE_LOAD_WEIGHTS(t, p) TILE_LOAD(t, p, 64)
 #define TILE_LOAD_SUMS(t, p) TILE_LOAD(t, p, 64)
 #define TILE_STORE(t, p, stride)   \

@@ -36,6 +36,10 @@ static inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 static inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 static inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+// of lanes without a sign: a NaN is greater than a number
+static inline F16 max_bits(F16 a, F16 b) {
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+}
 static inline F16 round_even(F16 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
@@ -102,25 +106,46 @@ static inline void store(bf16* p, F16 a) {
   r = _mm256_mask_mov_epi16(r, nan, _mm256_set1_epi16(0x7fc0));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), r);
 }
+static inline void store_both(bf16* p, bf16* q, F16 a, F16 b) {
+  if (_mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q)) [[unlikely]] {
+    store(p, a);
+    return store(q, b);
+  }
+  __m512i r;
+  asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(r) : "v"(b.v), "v"(a.v));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(r));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm512_extracti64x4_epi64(r, 1));
+}
 // both rounded to bfloat16, still in float lanes; NaN stays NaN, but not the same
 static inline void round_both(F16& a, F16& b) {
   __m512i r;
   asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(r) : "v"(b.v), "v"(a.v));
-  const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(r));
-  const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(r, 1));
-  a.v = _mm512_castsi512_ps(_mm512_slli_epi32(low, 16));
-  b.v = _mm512_castsi512_ps(_mm512_slli_epi32(high, 16));
+  // word d of either half to the high half of lane d, zeros below
+  const __m512i low = _mm512_slli_epi32(
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
+  const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(0x100000));
+  a.v = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, low, r));
+  b.v = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, high, r));
 }
 #else
 static inline void store(bf16* p, F16 a) {
   const __m512i r = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
 }
+static inline void store_both(bf16* p, bf16* q, F16 a, F16 b) {
+  store(p, a);
+  store(q, b);
+}
 static inline void round_both(F16& a, F16& b) {
   a = round_bf16(a);
   b = round_bf16(b);
 }
 #endif
+// every other of 32, rounded; those between stay
+static inline void store_apart(bf16* p, F16 a) {
+  const __m512i r = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
+  _mm512_mask_storeu_epi16(p, 0x55555555u, r);
+}
 static inline F16 load(const int8_t* p) {
   return {_mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
@@ -142,6 +167,12 @@ static inline F16 load_half(const uint16_t* p) {
 // rounded to nearest even, saturated
 static inline void store_bytes(int8_t* p, F16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+static inline void store_bytes(int8_t* p, const F16 (&a)[4]) {
+  const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a[0].v), _mm512_cvtps_epi32(a[1].v));
+  const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(a[2].v), _mm512_cvtps_epi32(a[3].v));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high)));
 }
 // sixteen pairs of bfloat16 of values that it holds exactly
 static inline __m512i join_pairs(F16 even, F16 odd) {
@@ -201,6 +232,12 @@ static inline F16 max(F16 a, F16 b) {
 }
 static inline F16 min(F16 a, F16 b) {
   return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
+static inline F16 max_bits(F16 a, F16 b) {
+  const auto of = [](__m256 x, __m256 y) {
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(x), _mm256_castps_si256(y)));
+  };
+  return {of(a.lo, b.lo), of(a.hi, b.hi)};
 }
 static inline F16 round_even(F16 a) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -292,11 +329,20 @@ static inline void store(bf16* p, F16 a) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
 }
+static inline void store_apart(bf16* p, F16 a) {
+  bf16 words[16];
+  store(words, a);
+  for (int i = 0; i < 16; i++) p[2 * i] = words[i];
+}
 static inline F16 load(const int8_t* p) {
   return {_mm256_cvtepi32_ps(
               _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
           _mm256_cvtepi32_ps(
               _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
+}
+static inline void store_both(bf16* p, bf16* q, F16 a, F16 b) {
+  store(p, a);
+  store(q, b);
 }
 static inline void store_exact(bf16* p, F16 a) {
   const __m256i lo = _mm256_srli_epi32(_mm256_castps_si256(a.lo), 16);
@@ -325,6 +371,9 @@ static inline void store_bytes(int8_t* p, F16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm_packs_epi16(_mm256_castsi256_si128(words),
                                    _mm256_extracti128_si256(words, 1)));
+}
+static inline void store_bytes(int8_t* p, const F16 (&a)[4]) {
+  for (int i = 0; i < 4; i++) store_bytes(p + 16 * i, a[i]);
 }
 static inline __m256i join_pairs(__m256 even, __m256 odd) {
   const __m256i high = _mm256_and_si256(_mm256_castps_si256(odd),

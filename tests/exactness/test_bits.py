@@ -24,31 +24,31 @@ from .bits import (
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
 GOLDEN = {
-    "bfloat16": "c7d9ff94dec420fdbbbcafad4d359c00b17d0948584057e9c99fcea1e55304fe",
-    "float32": "b803793e0c1079fd2b8346c4ede8af6afb18b75ae38e053ae03a91fdbecd8712",
-    "w8a16": "42c7e1c5fbf3c28f6fc9c3ab53c77252ac1c92611bed617d9b5b15af75b1539e",
-    "w8a8": "2f748025f7e5ed43bc795727a611f1cb0fc29f725cee5d7a72c3f29eb59236d1",
-    "w4a16": "ddb244a6c57a2e2a1822938fa65ffda90037aea57cca364ddd5de4c33d539d27",
-    "w4a8": "3f1454678d14e90a826eff59de22422993fb75ab3e5e09d8f70d2452b3610c1e",
-    "w4a8-blocks": "72bd1ac15ea3ba48f918e96da8fbac6fe53a90664a043798182d5c0fcd12ce86",
-    "bfloat16 of experts": "3c3f5ab2102f7549daa17adcd05f105baa5adffb3948ed98058810df0c1db9bd",
-    "w8a8 of experts": "5649446f2793c3eb3669c9755d60fe21f007f6f7c1f0928ac2de5080372172ce",
+    "bfloat16": "0b22856249d23364f012a09f4a6df73061300eff81e095d9f8a8fdc19ce1cb51",
+    "float32": "a2b441e1ec31796b64166f22c2d5ce14d144a28f8c88fe35e0a50b0554f18174",
+    "w8a16": "5a86f2e164dc607210318d023b773d0469d36e94ee32f08fc974623399d8146b",
+    "w8a8": "91ac908a6bf77e41084e2e286f56eb1c3013c80fe095c8d046bf7333f80f2e57",
+    "w4a16": "4a9ba350192564ea6278abecbfed1ab7fc05eb8bbc840216880c71add80eda09",
+    "w4a8": "76bdcb6700daaff3075ef2ca71ddfd3c8a54a1b695d7a82e4024ba2cb6a0e51b",
+    "w4a8-blocks": "6986bfd4d859b6e3bcf6cd9f3d7f3c8933d158fc82c2aa33cb18c2df60c6a4e5",
+    "bfloat16 of experts": "54cb92c31769980ba6879d49a5eefc4665fc76359e9f7ba9aa0b4207c4d3e37d",
+    "w8a8 of experts": "2bafd67afb168073cadaafac8ecad074e86241cdbba344ec686ecbf14c4b88c6",
     "w4a8 of experts": "0a8d5c5863b4938af536fb07c8bff7e60553b2732e0b32a3783ccd5c3c8a8e9f",
-    "bfloat16 over latents": "b1de2f338f9750027b068d20d0c2844a0967c576934ddc475153889398ca292d",
-    "float32 over latents": "6d53fa125f8fce69112e438818a823f412102f14ae9fa3b8bdcbe5cb68472aba",
-    "w8a8 over latents": "e16ca19cf32ca1e11be3e0e6bbcca7ace6653d3f79ecba26713e1f3008e0ed4b",
-    "bfloat16 of low rank": "673129591e44178e9978f1dfe2fb7a6f4eaa1dec67ffc429a8452f7f83fdfb79",
-    "float32 of low rank": "3ce68df069e82044392de13a2fe385990ef1fc2eda5c5f649c5ad5ddc22f8f0f",
-    "bfloat16 with states": "270864b3f28d50f58b035614b29816c3b966f0618325b55d37d9e032509cee3c",
-    "float32 with states": "b681a196bb8a65d1e300fe38de1cb9e127fea77b6790cb6a0a10280642323416",
-    "w8a8 with states": "cf035de8e3e4f8af95f9d4ebd7793eb796b5b177624da4666c1b172a613f1075",
+    "bfloat16 over latents": "5e213bc2e2a82e95f96eddc29a35b5163353295cf961fb05156005744fecf67f",
+    "float32 over latents": "d5b19e7b6352a280536629d83ba9f3fa74f175f68b696a2177845ec2e21f0696",
+    "w8a8 over latents": "2e1db4169fd69cef9870d371807a87073e43ac46a5de3d4d0d70c077c95612ca",
+    "bfloat16 of low rank": "8c679b0a49b88deb3bb662a01ab816192a463c86b6ebf6a995836a135c240566",
+    "float32 of low rank": "b22e7a2eb583e0e5573a409f772a58a29fa41479c852472e9755d7b56cd92591",
+    "bfloat16 with states": "632c5aa47b6f51cd5f512938525e85c098d1d22e4a4d3e9c5c233881c560a6cf",
+    "float32 with states": "2d241a094691ae72f324c510232b79fc3d0378ef5ab1376192a191f44b345e1c",
+    "w8a8 with states": "c737a706bed172c5c2074107db8da5e89681e980c0aac8c256f03a5b3d1f41c9",
     "bfloat16 of convolutions": "6c62c761c08283c6bda33fe0b5cd4a658109efd5bbde5ee258fcb92801ecddb5",
-    "float32 of convolutions": "5d7077e1f427fb857b18883a35b88f31f393efb89ecfef02595993ccc9899edd",
-    "w8a8 of convolutions": "88b53cccf750887e9533b8840a4bafb6d8c035042705483f755176484c6c361f",
-    "bfloat16 of Mamba": "5392cb84ab6f7c6d2447b720f0b88382b70a532cf35222f99f82a4baf6e7a895",
-    "float32 of Mamba": "8edd95bd44e30c4aba489aa023b3b9fcc488b5cff107809330ea7cef84ce5271",
+    "float32 of convolutions": "69a9e5467edfa535b488f1092a536076373fa263085a50866f38abf2a9f19f27",
+    "w8a8 of convolutions": "ba0fb0459654b83c324f21741d365b0ada621352de30add41cb8b2f721dda8d7",
+    "bfloat16 of Mamba": "f9755d2bce8fb961deabe6e7f3001e8c8aa537092856fe5c58217a8822677386",
+    "float32 of Mamba": "07cc226f983326ef4ad451076ea2d8d57acf875fa57ca17ac2dcc3050cacb443",
     "w8a8 of Mamba": "2d1203143712baaf483b496bed2ad30c938da835bd8e97472630f608d530bfb4",
-    "w4a8-g128-asym": "8436f56a28ab2c3d244613215f3488049fc3405b9b120d674fe68b19cc2c96dd",
+    "w4a8-g128-asym": "0f1d1558866838c40e42fd057a448110a3562ed4d94d5f2ccc4dadeeb872f0cb",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
 
@@ -154,19 +154,19 @@ def test_every_instruction_set_gives_the_golden_bits(model: Decoder, form: str, 
 
 
 GOLDEN_MORE = {
-    "w8a16-g64-asym": "1e1938ce66acb4f042515400958616081c5cf1aaf75081f255b48d556fe53373",
+    "w8a16-g64-asym": "d5a35f0f57ceb3ffb1b766f3d6e6f87effff28779a6706bc62896a4f792cdf5b",
     "w8a8-g64-asym": "04b9ea814304529228298a7e03b24c929c4dfaed987e0dacc210de38e97f8ea7",
     "w8a8-static": "a0e327408aece9c0e33416d70f05aab761c6f9f7bb48d726230dc0fdbc5bf00c",
-    "w4a8-channel": "4a631346234499e3c7cc1a54d996dc592124ba3ddb98916b133e93f091a3f9d7",
-    "fp8": "39c9d608aef53afee72594a8a0302bbbc0e82c3a493fcea7ed7b6b26f4e453cb",
-    "fp8-block": "6d5b321e6b39358af0e3adc7e21697c687bbcb9ca4106891fe42c6c3905153b8",
-    "fp8-e5m2": "e273b6f79e9d0f654dade9f23899c4a4291f095b9293b6a6c087a135a7df6c4e",
+    "w4a8-channel": "7f5ce1162fab02465bfe2036373c1603ac039c075e2951861f6f6b2c263acf28",
+    "fp8": "db1be7da0908a25d372ce3b70213ecc35b5a4bf4d04c2e83449c2ca0cd835aab",
+    "fp8-block": "f3e7968590f3c7cfa8dd3420b40ef54ba9e62ce2724c0aebb166f0dd1e3757b0",
+    "fp8-e5m2": "e18e376b1f816dd83aed06a64598fc00fb1a0305c16e698a149fdace73967c34",
     "fp8-w8a8": "518701be8c0be394399c6e57422c9d2d5b7ed78ee9691c71b8a34d20d3915c2b",
     "fp8-w8a8-block": "b2bc3e72887fdc85e587b7d069dde3229f45549d6144580b1a4a7a9dcc23c3a9",
     "fp8-w8a8-tensor-static": "aebf84c6915a711f4278342b2aa7ac6022f78fed290b2f05440c5534d7fc2812",
-    "nf4": "5e707165e9d63ed5809041f2c44fdb0240f7bb915074568cb728fbe833a74ff8",
-    "mxfp4": "ab45b589687fdacfcd22c84a86972230effcac96d7e143e0ad8ebaba9af6e315",
-    "nvfp4": "962210e0c1b46fe49547455cd9b31d1a133ec38ae37396eed11c689fb291b4ce",
+    "nf4": "2732243121be6a8690cbe507ef84cf50018fc431e6af43d9238aced604842297",
+    "mxfp4": "910456c4ff354e0cb9e7e6952fa7ce8ff0371c68e22ca3a9afdd5a8ff12b880a",
+    "nvfp4": "3598e7ee5d278fdc29d1f74262e0a5b5ce741811bbccc1ecd37293a1ec586262",
 }
 """The same prompt in the other formats."""
 
@@ -197,10 +197,10 @@ def kv(request: pytest.FixtureRequest) -> str:
 
 
 GOLDEN_KV = {
-    "int8": "b311cc9d01844c36955a1f56a0384bc2ad5d0dc6838b8abe9380ed0bb76cd78a",
-    "fp8": "0e21eccafdee16a4efb99eacb38e818d43cd86b28179ffd380c067a1a936de46",
-    "int4": "843a10ab279a1c8bcfb33a3b228e03605384175bfa777a65bd6d0fe6109e5418",
-    "kivi": "0d13db17bc33c628eba6cf20164d84ebd0d2111508d37a90f98985f65b33535f",
+    "int8": "b5d8c9bcc955c7323e4eb3bd9e5fd9299d3d6d1e90ebfccc49fd7a1b355dda06",
+    "fp8": "4c351e57b36cea71f42a5a141b4afaa17211fd19f225abecbf6b1f0d78d878ee",
+    "int4": "1c12450f6cf672fd509b448fd887fa48f25ce465a428bad47d8a26aac168c856",
+    "kivi": "6a6d6781629202faa92780f1113771dff4536a91e35c8b94e23a217ab4819935",
 }
 """The same prompt in bfloat16 over a cache of one byte or less."""
 
