@@ -112,6 +112,15 @@ template <bool TwoRows, bool Streams, bool Ints, Way W, Sum S>
   }
 }
 
+// Values k of K of a panel as its tiles have them. Not inlined: it would be in every `Product`.
+template <bool Ints>
+[[gnu::noinline]] void widen_panel(const LinearArgs& a, int64_t p, Range k, unsigned char* out) {
+  if constexpr (Ints)
+    unpack_int8(quantized_panel(a, p), k.first, k.last, reinterpret_cast<int8_t*>(out));
+  else
+    unpack_bf16(a.kind, quantized_panel(a, p), k.first, k.last, reinterpret_cast<bf16*>(out));
+}
+
 // A block of row tiles times the panels [first, last), of one group: blocks of K that let rows stay in L2,
 // in each of them pair after pair of panels, of a pair blocks that stay in L1, past which rows go.
 template <bool Ints, Way W, Sum S>
@@ -206,11 +215,7 @@ class Product {
       return static_cast<const unsigned char*>(a_.weight) + p * panel_bytes(a_) +
              depth.first * x_.bytes;
     unsigned char* out = wide_ + j * most_ * x_.bytes;
-    const int64_t first = depth.first * x_.step, last = depth.last * x_.step;
-    if constexpr (Ints)
-      unpack_int8(quantized_panel(a_, p), first, last, reinterpret_cast<int8_t*>(out));
-    else
-      unpack_bf16(a_.kind, quantized_panel(a_, p), first, last, reinterpret_cast<bf16*>(out));
+    widen_panel<Ints>(a_, p, {depth.first * x_.step, depth.last * x_.step}, out);
     return out;
   }
 

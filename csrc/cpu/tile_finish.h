@@ -9,8 +9,9 @@ namespace penstock::PENSTOCK_ISA {
 // What most results become, row by row beside the products: gate · up by silu, or sums as they are, written or
 // added. Whole panels, bfloat16. Others are taken together, by `Columns`.
 enum class Way { gates, writes, adds, other };
-// and what their sums are: floats; floats or integers of weights that have a scale for each column
-enum class Sum { floats, scaled, ints };
+// and what their sums are: floats; those that wait for their row's scale; floats or integers of weights that have
+// a scale for each column, the latter of rows with scales too
+enum class Sum { floats, of_rows, scaled, ints };
 
 static inline void prefetch_to_write(const void* p) { asm volatile("prefetchw (%0)" : : "r"(p)); }
 
@@ -21,8 +22,8 @@ class Finish {
  public:
   Finish(const LinearArgs& a, const Packed& x, const Columns& to)
       : a_(a), x_(x), to_(to), how_(taken(a, x)) {
-    const bool usual = a.dtype == DType::bf16 && a.out_dtype == DType::bf16 && a.groups == 1 &&
-                       (how_ == Taken::plain || how_ == Taken::ints);
+    const bool usual = a.dtype == DType::bf16 && a.out_dtype == DType::bf16 &&
+                       (a.groups > 1 || how_ == Taken::plain || how_ == Taken::ints);
     if (usual && a.gated && a.activation == Activation::silu && a.n % kColumns == 0)
       way_ = Way::gates;
     if (usual && !a.gated && a.activation == Activation::none && a.n % (2 * kColumns) == 0)
@@ -41,6 +42,7 @@ class Finish {
     if (p != p_) open(p, two);
     if (way_ == Way::other) return take_rest();
     next_y_ = y_ + first * stride_;
+    later_ = last < a_.rows ? 2 * kTileRows * stride_ : 0;
     left_ = each_ = (last - first) / 2;
     steps_ = steps;
     due_ = 0;
@@ -51,6 +53,13 @@ class Finish {
     if (left_ == 0) return;
     due_ += each_;
     for (; due_ >= steps_ && left_ > 0; due_ -= steps_, left_--) two_rows<W, S>();
+  }
+  // Of sums S, whatever their way is.
+  template <Sum S>
+  void all() {
+    if (way_ == Way::gates) all<Way::gates, S>();
+    if (way_ == Way::writes) all<Way::writes, S>();
+    if (way_ == Way::adds) all<Way::adds, S>();
   }
   template <Way W, Sum S>
   void all() {
@@ -119,9 +128,9 @@ class Finish {
       if (bias_) v[i] = v[i] + load(bias_ + i * (W == Way::gates ? a_.n : kColumns));
       if constexpr (W != Way::writes) round_both(v[i].v[0], v[i].v[1]);
     }
-    bf16 *y = next_y_, *below = y + stride_, *later = y + 2 * kTileRows * stride_;
-    prefetch_to_write(later);
-    prefetch_to_write(later + stride_);
+    bf16 *y = next_y_, *below = y + stride_;
+    prefetch_to_write(y + later_);
+    prefetch_to_write(below + later_);
     next_y_ = below + stride_;
     if constexpr (W == Way::gates) {
       const Many<2> gated = silu(v[0]) * v[1];
@@ -140,6 +149,7 @@ class Finish {
   template <Sum S>
   [[gnu::always_inline]] F16 result(const float* sums, int64_t row, int i) const {
     if constexpr (S == Sum::floats) return load(sums);
+    if constexpr (S == Sum::of_rows) return load(sums) * set1(x_.scale[row]);
     if constexpr (S == Sum::scaled) return fma(load(sums), scales_[i], zero());
     const F16 found = to_float(load_sums(reinterpret_cast<const int32_t*>(sums)));
     return fma(found, scales_[i], zero()) * set1(x_.scale[row]);
@@ -154,7 +164,7 @@ class Finish {
   const float* sums_ = nullptr;
   const float* bias_ = nullptr;
   bf16 *y_ = nullptr, *next_y_ = nullptr;    // of the first row and the next
-  int64_t stride_ = 0, p_ = -1;
+  int64_t stride_ = 0, later_ = 0, p_ = -1;  // elements from a row to the next, and to those of the next tiles
   Taken how_;
   Way way_ = Way::other;
   bool two_ = false;

@@ -72,14 +72,18 @@ class GroupSums {
       for (int64_t m = tiles_.first; m < tiles_.last; m++)
         for (int64_t i = 0; i < count; i++) row_tile<false>(i, m, groups);
     }
-    for (int64_t i = 0; i < count; i += 2) {
-      finish_.begin(totals_ + i / 2 * pair_, tiles_.first * kTileRows,
-                    std::min(tiles_.last * kTileRows, a_.rows), p + i, i + 1 < count, 1);
-    }
+    for (int64_t i = 0; i < count; i += 2)
+      for (int64_t m = tiles_.first; m < tiles_.last; m += 2) {
+        finish_.begin(totals_ + i / 2 * pair_ + (m - tiles_.first) * 2 * kSums, m * kTileRows,
+                      std::min((m + 2) * kTileRows, a_.rows), p + i, i + 1 < count, 1);
+        finish_.template all<kSum>();
+      }
   }
 
  private:
   static constexpr bool kInts = are_ints(How);
+  static constexpr Sum kSum =
+      How == Taken::ints || How == Taken::zeroed ? Sum::of_rows : Sum::floats;
   static constexpr bool kWidens = bits_of(W) == 4 || !kInts;
   static constexpr int64_t kLag = 2;
 
@@ -102,15 +106,19 @@ class GroupSums {
   template <bool Widens>
   void row_tile(int64_t i, int64_t m, Range groups) const {
     const bool few = x_.tile_rows <= kFewTileRows;
+    const int64_t tile = m - tiles_.first;
+    float* totals = totals_ + i / 2 * pair_ + (tile / 2 * 4 + i % 2 * 2 + tile % 2) * kSums;
     if (steps_ == 1)
-      few ? sum_up<Widens, kFewTileRows, 1>(i, m, groups) : sum_up<Widens, kTileRows, 1>(i, m, groups);
+      few ? sum_up<Widens, kFewTileRows, 1>(i, m, groups, totals)
+          : sum_up<Widens, kTileRows, 1>(i, m, groups, totals);
     else
-      few ? sum_up<Widens, kFewTileRows, 0>(i, m, groups) : sum_up<Widens, kTileRows, 0>(i, m, groups);
+      few ? sum_up<Widens, kFewTileRows, 0>(i, m, groups, totals)
+          : sum_up<Widens, kTileRows, 0>(i, m, groups, totals);
   }
 
   // The first R rows of a tile. Steps: tiles of a group, or 0: as many as it has.
   template <bool Widens, int64_t R, int64_t Steps>
-  [[gnu::noinline]] void sum_up(int64_t i, int64_t m, Range groups) const {
+  [[gnu::noinline]] void sum_up(int64_t i, int64_t m, Range groups, float* totals) const {
     const Panel& w = w_[i];
     const int64_t count = groups.last - groups.first, steps = Steps ? Steps : steps_;
     const int64_t row_bytes = x_.row_bytes, bytes = steps * kTileRows * row_bytes;
@@ -121,8 +129,6 @@ class GroupSums {
       return kWidens ? place(i, g, 0) : panel + g * bytes;
     };
     float* const ring = ring_;
-    const int64_t tile = m - tiles_.first;
-    float* totals = totals_ + i / 2 * pair_ + (tile / 2 * 4 + i % 2 * 2 + tile % 2) * kSums;
     if constexpr (Widens)
       for (int64_t g = 0; g < std::min(kLag, count); g++) widen(i, groups.first + g, groups.first);
     F16 total[R];
