@@ -204,18 +204,23 @@ def test_a_gate_after(name: str, rows: int, n: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "k", "n"),
+    [(5, 320, 64), (17, 320, 64), (47, 700, 64), (530, 2080, 40), (531, 2080, 48), (259, 4224, 48)],
+)
 @pytest.mark.parametrize("name", ["bfloat16", "w8a8", "w8a16", "w4a8", "w4a16-g32-asym", "nvfp4"])
-def test_more_rows_than_tiles_pass_at_once(name: str) -> None:
-    """Blocks of rows and of K, results made beside the products that follow: the same bits as by
-    vectors, with a gate and with a residual, whole panels and a part of one."""
-    fmt, rows, k, n = FORMATS[name], 530, 2080, 40
+def test_few_and_many_rows_by_tiles(name: str, rows: int, k: int, n: int) -> None:
+    """Blocks of rows and of K, results made beside the products that follow, two rows at a time:
+    the bits of vectors, with a gate, with a residual and alone, whole panels and a part of one."""
+    fmt = FORMATS[name]
     x, w, bias = activations(name, rows, k), randn(2 * n, k, seed=1) / 9, randn(2 * n, seed=2)
     gated, plain = pack(fmt, w, True), pack(fmt, w)
 
-    def products() -> tuple[Tensor, Tensor]:
+    def products() -> tuple[Tensor, Tensor, Tensor]:
         residual = activations(name, rows, 2 * n)
         fmt.add_(residual, x, plain, bias)
-        return fmt.matmul(x, gated, bias, n, activation="silu", gated=True), residual
+        gate = fmt.matmul(x, gated, bias, n, activation="silu", gated=True)
+        return gate, residual, fmt.matmul(x, plain, None, 2 * n)
 
     before, found = native.isa, {}
     for isa in native.available_isas():
