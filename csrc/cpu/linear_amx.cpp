@@ -12,13 +12,13 @@ namespace {
 
 // A block of a pair of panels stays in L1 while rows pass it, which L1 doesn't keep; a block of rows in L2
 // while panels pass. A core has 48 KB and 2 MB.
-constexpr int64_t kBlockBytes = 20 * 1024;     // of a panel
+constexpr int64_t kBlockBytes = 20 * 1024;   // of a panel
 constexpr int64_t kRowsBytes = 960 * 1024;   // of packed rows, with all of K
 constexpr int64_t kDepthBytes = 640 * 1024;  // and of at least kLeastTiles with a part of it, beside their sums
 constexpr int64_t kLeastTiles = 16, kMostTiles = 64;  // row tiles
-constexpr int64_t kGroupTiles = 32;            // where groups have scales of their own
-constexpr int64_t kPartBytes = 256 * 1024;     // of panels that a thread takes at a time
-constexpr int64_t kPartPairs = 8;              // of panels, where rows come from L3 once for each part
+constexpr int64_t kGroupTiles = 32;          // where groups have scales of their own
+constexpr int64_t kPartBytes = 256 * 1024;   // of panels that a thread takes at a time
+constexpr int64_t kPartPairs = 8;            // of panels, where rows come from L3 once for each part
 
 // `count` in as few blocks as there can be, of at most `most` and nearly one size.
 struct Blocks {
