@@ -5,23 +5,22 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-// e^x of F16 or Many: argument reduction by ln 2 in two parts, then a polynomial of degree 6 (Cephes' expf
+// e^x: argument reduction by ln 2 in two parts, then a polynomial of degree 6 (Cephes' expf
 // coefficients). Below −87.3 it is 0, above 88.4 infinite.
-template <typename V>
-[[gnu::always_inline]] static inline V exp(V x) {
-  const V top = min(set1(88.3762626647949f), x);  // in this order a NaN x stays NaN
-  const V n = round_even(top * set1(1.44269504088896341f));
-  V r = fma(n, set1(-0.693359375f), top);
+static inline F16 exp(F16 x) {
+  const F16 top = min(set1(88.3762626647949f), x);  // in this order a NaN x stays NaN
+  const F16 n = round_even(top * set1(1.44269504088896341f));
+  F16 r = fma(n, set1(-0.693359375f), top);
   r = fma(n, set1(2.12194440e-4f), r);
-  V p = set1(1.9875691500e-4f);
+  F16 p = set1(1.9875691500e-4f);
   p = fma(p, r, set1(1.3981999507e-3f));
   p = fma(p, r, set1(8.3334519073e-3f));
   p = fma(p, r, set1(4.1665795894e-2f));
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r + set1(1.0f));
-  const V scaled = scale_by_power(p, max(n, set1(-126.0f)));
-  const V high = where_less(set1(88.3762626647949f), x, set1(__builtin_inff()), scaled);
+  const F16 scaled = scale_by_power(p, max(n, set1(-126.0f)));
+  const F16 high = where_less(set1(88.3762626647949f), x, set1(__builtin_inff()), scaled);
   return where_less(x, set1(-87.3365478515625f), zero(), high);
 }
 

@@ -1,8 +1,8 @@
 // The native core's interface: plain pointers and strides, no torch.
 //
 // Every kernel exists once for each instruction set and all of them give the same bits: sums run
-// over 16 virtual lanes in one defined order, additions along K follow AMX's, exp is one
-// polynomial, nothing depends on the number of rows or threads, and denormals are zero.
+// over 16 virtual lanes in one defined order, additions along K follow AMX's, exponentials are
+// polynomials, nothing depends on the number of rows or threads, and denormals are zero.
 #pragma once
 
 #include <atomic>

@@ -137,10 +137,10 @@ static inline Extent measure_row(const LinearArgs& a, const T* x, F16 scale, flo
   const int64_t dim = a.k, padded = a.padded_k;
   Extent found;
   constexpr int parts = 4;
-  const auto take = [&](int64_t j, F16 (&v)[parts]) {
+  const auto take = [&](int64_t j, F16 (&v)[parts], int count) {
     if constexpr (Rotated) rotate(v);
 #pragma GCC unroll 4
-    for (int i = 0; i < parts; i++) {
+    for (int i = 0; i < count; i++) {
       found.take(v[i]);
       store(out + j + i * kColumns, v[i]);
     }
@@ -157,9 +157,9 @@ static inline Extent measure_row(const LinearArgs& a, const T* x, F16 scale, flo
       round_both(v[0], v[1]);
       round_both(v[2], v[3]);
     }
-    take(j, v);
+    take(j, v, parts);
   }
-  for (; j < padded; j += parts * kColumns) {  // padded is a multiple of 64
+  for (; j < padded; j += parts * kColumns) {
     F16 v[parts];
     for (int i = 0; i < parts; i++) {
       const int64_t at = j + i * kColumns, left = std::min<int64_t>(dim - at, kColumns);
@@ -170,7 +170,7 @@ static inline Extent measure_row(const LinearArgs& a, const T* x, F16 scale, flo
       if constexpr (Normed) v[i] = round_to<T>(v[i] * scale * load_first(a.norm + at, count));
       v[i] = keep_first(v[i], count, 0.0f);
     }
-    take(j, v);
+    take(j, v, static_cast<int>(std::min<int64_t>((padded - j) / kColumns, parts)));
   }
   return found;
 }

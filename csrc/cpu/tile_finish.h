@@ -15,8 +15,7 @@ enum class Sum { floats, of_rows, scaled, ints };
 
 static inline void prefetch_to_write(const void* p) { asm volatile("prefetchw (%0)" : : "r"(p)); }
 
-// The sums of row tiles by two panels, [pair of row tiles][panel][row tile][16 × 16], that wait to become
-// results: two rows or some at each step of the products that follow, since tiles and vectors are computed
+// The sums of a pair of row tiles by two panels, [panel][row tile][16 × 16], that wait to become results: two rows or some at each step of the products that follow, since tiles and vectors are computed
 // side by side. What they are written to is asked for a pair of row tiles before.
 class Finish {
  public:
@@ -76,6 +75,7 @@ class Finish {
         panel_[i] = quantized_panel(a_, p + i);
         if (a_.groups == 1) scales_[i] = panel_[i].scales(0);
       }
+    if (way_ == Way::other) return;
     const int64_t column = p / (way_ == Way::gates ? 2 : 1) * kColumns;
     y_ = static_cast<bf16*>(way_ == Way::adds ? a_.residual : a_.y) + column;
     bias_ = a_.bias ? a_.bias + column : nullptr;
@@ -96,7 +96,7 @@ class Finish {
   [[gnu::noinline]] void take() {
     for (; next_ < last_; next_++)
       for (int i = 0; i < 1 + two_; i++)
-        to_(next_, p_ + i, value<Scaled, How>(at(next_) + i * 2 * kSums, next_, i));
+        to_(next_, p_ + i, value<Scaled, How>(at(next_, i), next_, i));
   }
 
   void take_rest() {
@@ -108,23 +108,18 @@ class Finish {
                                                    : take<true, Taken::plain>();
   }
 
-  const float* at(int64_t row) const {
-    const int64_t r = row - first_, pair = 2 * kTileRows;
-    return sums_ + r / pair * 4 * kSums + r % pair * kColumns;
-  }
+  const float* at(int64_t row, int i) const { return sums_ + (row - first_) * kColumns + i * 2 * kSums; }
 
-  // What `Columns` does, of whole panels in bfloat16 and one pair of row tiles: nothing is asked for each value
-  // again.
+  // What `Columns` does, of whole panels in bfloat16: nothing is asked for each value again.
   template <Way W, Sum S>
   [[gnu::always_inline]] void two_rows() {
     const int64_t row = next_;
     next_ = row + 2;
-    const float* sums = sums_ + (row - first_) * kColumns;
     Many<2> v[2];  // of a panel
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
 #pragma GCC unroll 2
-      for (int r = 0; r < 2; r++) v[i].v[r] = result<S>(sums + r * kColumns + i * 2 * kSums, row + r, i);
+      for (int r = 0; r < 2; r++) v[i].v[r] = result<S>(at(row + r, i), row + r, i);
       if (bias_) v[i] = v[i] + load(bias_ + i * (W == Way::gates ? a_.n : kColumns));
       if constexpr (W != Way::writes) round_both(v[i].v[0], v[i].v[1]);
     }

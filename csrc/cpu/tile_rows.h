@@ -71,10 +71,16 @@ static inline void add_up(const LinearArgs& a, const int8_t* row, int32_t* sums)
 
 constexpr int64_t kPackRows = 4;  // rows that a thread makes ready at a time
 
-// A row as bfloat16, normalised by `scale` where asked or as values of E4M3, zeros up to padded_k.
+// Whether rows' norms are taken by scales that are known before.
+static inline bool asks_scale(const LinearArgs& a) {
+  return a.norm && (a.int8_rows ? !a.blocks : !a.fp8_rows && a.k % 32 == 0);
+}
+
+// A row as bfloat16, normalised where asked (by `scale` if that is known), or as values of E4M3; zeros up to
+// padded_k.
 static inline void bf16_row(const LinearArgs& a, int64_t row, F16 scale, bf16* out, float* scales) {
   int64_t j = 0;
-  if (a.norm && !a.fp8_rows && a.k % 32 == 0) {
+  if (asks_scale(a)) {
     const bf16* x = row_at<bf16>(a, row);
     const auto of = [&](int64_t at) { return load(x + at) * scale * load(a.norm + at); };
     for (; j < a.k; j += 32) store_both(out + j, out + j + 16, of(j), of(j + 16));
@@ -91,13 +97,13 @@ static inline void bf16_row(const LinearArgs& a, int64_t row, F16 scale, bf16* o
 }
 
 // A row as its tile has it, at `packed` if it isn't so in x; its scales, and sums of its groups.
-// scale: the norm's.
+// scale: the norm's, if `asks_scale`.
 static inline const unsigned char* ready_row(const LinearArgs& a, const Packed& x, int64_t row, F16 scale,
                                              unsigned char* packed) {
   if (!a.int8_rows) {
     if (!a.fp8_rows && !a.norm && a.k == a.padded_k)
       return reinterpret_cast<const unsigned char*>(row_at<bf16>(a, row));
-    bf16_row(a, row, scale, reinterpret_cast<bf16*>(packed), x.scale + row * a.groups);
+    bf16_row(a, row, scale, reinterpret_cast<bf16*>(packed), a.fp8_rows ? x.scale + row * a.groups : nullptr);
     return packed;
   }
   int8_t* bytes = reinterpret_cast<int8_t*>(packed);
@@ -128,12 +134,13 @@ static inline void pack_rows(const LinearArgs& a, const Packed& x, int64_t first
       scratch(Scratch::rows, static_cast<size_t>(kPackRows * bytes)));
   const unsigned char* from[kPackRows];
   F16 scales[kPackRows];
-  const bool whole = first + kPackRows <= a.rows;
-  if (whole) norm_scales(a, first, scales);
+  for (F16& scale : scales) scale = zero();
+  const bool whole = first + kPackRows <= a.rows, asks = asks_scale(a);
+  if (whole && asks) norm_scales(a, first, scales);
   for (int64_t r = 0; r < kPackRows; r++) {
     unsigned char* own = packed + r * bytes;
     if (first + r < a.rows) {
-      if (!whole) {
+      if (!whole && asks) {
         F16 scale[1];
         norm_scales(a, first + r, scale);
         scales[r] = scale[0];
