@@ -28,7 +28,7 @@ USE = {
     "verse": "penstock export stories -o FOLDER --merge-lora stories-verse",
 }
 """Each member's command, by its name in the package."""
-MAX_TOKENS = 400  # of a reply; one that takes more is marked
+MAX_TOKENS = 512  # of a reply; one that takes more is marked
 TRAINED_ON = {
     "base": tuple(LICENCES)[:5],
     "chat": tuple(LICENCES)[:8],
