@@ -191,8 +191,8 @@ static inline const T* row_at(const LinearArgs& a, int64_t row) {
 template <int R>
 static inline void norm_scales(const LinearArgs& a, int64_t row, F16 (&out)[R]) {
   if (!a.norm) return;
-  a.dtype == DType::bf16 ? inverse_norms(row_at<bf16>(a, row), a.x_stride, a.k, a.eps, out)
-                         : inverse_norms(row_at<float>(a, row), a.x_stride, a.k, a.eps, out);
+  a.dtype == DType::bf16 ? inverse_deviations(row_at<bf16>(a, row), a.x_stride, a.k, 0.0f, a.eps, out)
+                         : inverse_deviations(row_at<float>(a, row), a.x_stride, a.k, 0.0f, a.eps, out);
 }
 
 // The same row as int8, by its own scale or by `input_scale`; returns it, NaN where the row holds one.

@@ -5,27 +5,10 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-// 1 / sqrt(mean((x − mean)²) + eps) of a row.
-template <typename T>
-static inline F16 inverse_deviation(const T* x, int64_t dim, float mean, float eps) {
-  F16 squares = zero();
-  int64_t j = 0;
-  for (; j + 16 <= dim; j += 16) {
-    const F16 v = load(x + j) - set1(mean);
-    squares = fma(v, v, squares);
-  }
-  if (j < dim) {
-    const int c = static_cast<int>(dim - j);
-    const F16 v = keep_first(load_some(x + j, c) - set1(mean), c, 0.0f);
-    squares = fma(v, v, squares);
-  }
-  const float variance = reduce_add(squares) / static_cast<float>(dim);
-  return set1(1.0f / __builtin_sqrtf(variance + eps));
-}
-
-// 1 / sqrt(mean(x²) + eps) of R rows, side by side.
+// 1 / sqrt(mean((x − mean)²) + eps) of R rows, side by side.
 template <int R, typename T>
-static inline void inverse_norms(const T* x, int64_t stride, int64_t dim, float eps, F16 (&out)[R]) {
+static inline void inverse_deviations(const T* x, int64_t stride, int64_t dim, float mean, float eps,
+                                      F16 (&out)[R]) {
   F16 squares[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) squares[r] = zero();
@@ -33,17 +16,25 @@ static inline void inverse_norms(const T* x, int64_t stride, int64_t dim, float 
   for (; j + 16 <= dim; j += 16)
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      const F16 v = load(x + r * stride + j);
+      const F16 v = load(x + r * stride + j) - set1(mean);
       squares[r] = fma(v, v, squares[r]);
     }
   for (int r = 0; r < R; r++) {
     if (j < dim) {
-      const F16 v = keep_first(load_some(x + r * stride + j, static_cast<int>(dim - j)),
-                               static_cast<int>(dim - j), 0.0f);
+      const int c = static_cast<int>(dim - j);
+      const F16 v = keep_first(load_some(x + r * stride + j, c) - set1(mean), c, 0.0f);
       squares[r] = fma(v, v, squares[r]);
     }
-    out[r] = set1(1.0f / __builtin_sqrtf(reduce_add(squares[r]) / static_cast<float>(dim) + eps));
+    const float variance = reduce_add(squares[r]) / static_cast<float>(dim);
+    out[r] = set1(1.0f / __builtin_sqrtf(variance + eps));
   }
+}
+
+template <typename T>
+static inline F16 inverse_deviation(const T* x, int64_t dim, float mean, float eps) {
+  F16 out[1];
+  inverse_deviations(x, 0, dim, mean, eps, out);
+  return out[0];
 }
 
 // out = x as floats, or its root-mean-square norm rounded to T; zeros up to `padded`.
