@@ -17,6 +17,7 @@ constexpr int64_t kRowsBytes = 960 * 1024;   // of packed rows, with all of K
 constexpr int64_t kDepthBytes = 640 * 1024;  // and of at least kLeastTiles with a part of it, beside their sums
 constexpr int64_t kLeastTiles = 16, kMostTiles = 64;  // row tiles
 constexpr int64_t kGroupTiles = 32;          // where groups have scales of their own
+constexpr int64_t kAheadOfTiles = 3072;     // in a panel that comes from memory, into L1
 constexpr int64_t kPartBytes = 256 * 1024;   // of panels that a thread takes at a time
 constexpr int64_t kPartPairs = 8;            // of panels, where rows come from L3 once for each part
 
@@ -78,8 +79,9 @@ template <bool TwoRows, bool Streams, bool Ints, Way W, Sum S>
   const int64_t each = upcoming.left > 0 ? upcoming.each : 0, next_stride = upcoming.stride;
   for (int64_t count = t.count; count > 0; count--, rows += t.pitch, panel += bytes) {
     if (ahead) {
-      prefetch_lines(panel + ahead, bytes);
-      prefetch_lines(panel + stride + ahead, bytes);
+      const int64_t place = count * bytes > ahead ? ahead : ahead + stride;  // beyond its end: of the next pair's
+      prefetch_lines(panel + place, bytes);
+      prefetch_lines(panel + stride + place, bytes);
     }
     if constexpr (Streams) {
       TILE_STREAM_ROWS(4, rows, row_bytes);
@@ -191,7 +193,7 @@ class Product {
     t.panels = panel(p, 0, depth);
     t.stride = two ? panel(p + 1, 1, depth) - t.panels : 0;
     const bool asked = row_pairs_ > 1 && p > panels_.first;
-    t.ahead = widen_ || asked ? 0 : choice_or(a_.variant.ahead_bytes, kAheadBytes);
+    t.ahead = widen_ || asked ? 0 : choice_or(a_.variant.ahead_bytes, kAheadOfTiles);
     for (int64_t m = tiles_.first; m < tiles_.last; m += 2, sums += 4 * kSums, t.ahead = 0) {
       t.rows = x_.tile(m, depth.first);
       t.from = depth.first ? sums : nullptr;
