@@ -21,14 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FORMATS = ("bfloat16", "w8a8", "w8a16", "w4a16", "w4a8")
-PARTS = ("torch_s", "penstock_s", "load_s", "first_token_s", "total_s")
+PARTS = ("import_s", "load_s", "first_token_s", "total_s")
 PROMPT = 64
 
 _CHILD = """
 import json, sys, time
 marks = [time.perf_counter()]
-import torch
-marks.append(time.perf_counter())
 from penstock import LLM, SamplingParams
 marks.append(time.perf_counter())
 model, form, prompt = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -87,8 +87,8 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
   };
   parallel(threads, spans, [&](int64_t i) {
     const FlushDenormals flush;
-    const TileSetup tiles;
     const Place now = place(i);
+    const TileSetup tiles(now.task->rows);
     const Part part = Part::in(partials + i * floats, rows);
     for (int64_t r = 0; r < rows; r++) part.top[r] = kMinusInfinity;  // of rows that see nothing
     const AttentionArgs args = now.at_sinks ? of_sinks(a) : a;
@@ -125,9 +125,9 @@ void run(const AttentionArgs& a) {
     return run_spans<T, S>(a, tasks, count, spans, group, threads);
   parallel(threads, count, [&](int64_t i) {
     const FlushDenormals flush;
-    const TileSetup tiles;
     // the last tasks of a chunk see the most: taken first, they even out the threads
     const Task* t = tasks + count - 1 - i;
+    const TileSetup tiles(t->rows);
     run_task<T, S>(a, *t, t - tasks >= threads ? t - threads : nullptr, group);
   });
 }

@@ -113,8 +113,8 @@ void ask_round(const RingArgs& r, int64_t group, Asking* asking, int64_t count, 
   };
   parallel(threads, parts, [&](int64_t i) {
     const FlushDenormals flush;
-    const TileSetup tiles;
     const Asking& it = *find(i);
+    const TileSetup tiles(it.task.rows);
     const Place now = place_of(i);
     const int64_t rows = whole_tiles(it.task.rows), floats = part_floats(rows, a.padded_values);
     const Part part = Part::in(memory + it.at + (now.span - it.task.first_span) * floats, rows);
@@ -325,7 +325,7 @@ void pass(const RingArgs& r, int64_t group, const Record& record, int threads) {
       const Task& t = now->task;
       if (t.first_span >= to(t) || t.last_span <= from(t)) return;
       const FlushDenormals flush;
-      const TileSetup tiles;
+      const TileSetup tiles(t.rows);
       pass_task<T, S>(over, t, carried + now->at, from(t), to(t), Place{}, group);
     });
   }

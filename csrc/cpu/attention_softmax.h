@@ -95,7 +95,8 @@ static inline void soften_rows(const float* scores, int64_t pitch, int64_t rows,
                                float scale, float* top, float* total, Emit emit) {
   F16 lanes[16];
   float base[16];
-  for (int64_t r = 0; r < 16; r++) lanes[r] = largest(scores + (r < rows ? r : 0) * pitch, count);
+  lanes[0] = largest(scores, count);
+  for (int64_t r = 1; r < 16; r++) lanes[r] = r < rows ? largest(scores + r * pitch, count) : lanes[0];
   const F16 highest = reduce_rows(lanes, Max()) * set1(scale);
   // where nothing is visible, weights are 0
   store(base, where_less(highest, set1(-__FLT_MAX__), zero(), highest));

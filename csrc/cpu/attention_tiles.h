@@ -37,7 +37,8 @@ constexpr bool kTiles = true;
 // While it lives, this thread's tiles are set up.
 class TileSetup {
  public:
-  TileSetup() { TILE_CONFIGURE(64); }
+  // rows: of what is multiplied; a product takes a cycle for each of its first 16
+  explicit TileSetup(int64_t rows) { TILE_CONFIGURE(64, static_cast<int>(rows < kTileRows ? rows : kTileRows)); }
   ~TileSetup() { TILE_RELEASE(); }
   TileSetup(const TileSetup&) = delete;
   TileSetup& operator=(const TileSetup&) = delete;
@@ -93,7 +94,7 @@ static inline void multiply_tiles(const bf16* rows, int64_t count, int64_t depth
 constexpr bool kTiles = false;
 
 struct TileSetup {
-  TileSetup() {}
+  explicit TileSetup(int64_t) {}
 };
 
 #endif

@@ -60,4 +60,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES.get(name, "penstock.engine")), name)
     finally:
         if collects:
+            if not gc.get_freeze_count():
+                # among the oldest right away: else the first collections go through all of them
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
