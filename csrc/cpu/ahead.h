@@ -23,17 +23,34 @@ static inline void prefetch(const char* at, bool near) {
   near ? _mm_prefetch(at, _MM_HINT_T0) : _mm_prefetch(at, _MM_HINT_T1);
 }
 
-// Each line asks for one that follows.
+// Each line asks for one that follows. What is asked into L2 comes into L1 later on (Emerald Rapids, int4 by two threads, of
+// a plain read: 0.84, and 0.97).
 class Lines {
  public:
-  explicit Lines(const Ahead& ahead) : bytes_(ahead.bytes), near_(ahead.near) {}
+  explicit Lines(const Ahead& ahead) : bytes_(ahead.bytes), near_(ahead.near || ahead.bytes == 0) {}
 
-  void line(const void* at) const {
-    prefetch(static_cast<const char*>(at) + bytes_, near_);
+  void line(const void* at) const { lines<1>(at); }
+  template <int Count>
+  [[gnu::always_inline]] void lines(const void* at) const {
+    const char* from = static_cast<const char*>(at);
+    if (near_) {  // one decision for all
+      ask<Count, _MM_HINT_T0>(from + bytes_);
+    } else {
+      ask<Count, _MM_HINT_T1>(from + bytes_);
+      ask<Count, _MM_HINT_T0>(from + kNearBytes);
+    }
   }
+  // Scales of float16, of groups of 32 values of 4 bits.
+  void scales(const uint16_t* at) const { prefetch(reinterpret_cast<const char*>(at) + kScaleBytes, true); }
   void block() const {}
 
  private:
+  static constexpr int64_t kNearBytes = 2048, kScaleBytes = 1024;
+  template <int Count, _mm_hint Hint>
+  [[gnu::always_inline]] static void ask(const char* at) {
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; i++) _mm_prefetch(at + i * 64, Hint);
+  }
   int64_t bytes_;  // 0: the line itself, which is read right then
   bool near_;
 };
@@ -48,6 +65,9 @@ class Bursts {
         near_(near) {}
 
   void line(const void*) const {}
+  template <int>
+  void lines(const void*) const {}
+  void scales(const uint16_t*) const {}
   void block() {
     if (left_ <= 0 || --turn_ > 0) return;
     turn_ = every_;
@@ -111,6 +131,9 @@ class Beside {
 // Asks for nothing.
 struct Quiet {
   void line(const void*) const {}
+  template <int>
+  void lines(const void*) const {}
+  void scales(const uint16_t*) const {}
   void block() const {}
   void all(const void*, int64_t) const {}
 };

@@ -72,6 +72,8 @@ template <int R, int P, int Bits, typename Asks>
 static inline void multiply_unit(const uint8_t* w, int64_t stride, const int8_t* x, int64_t ldx,
                                  Asks& asks, Sums (&acc)[R][P]) {
   const __m512i raise = _mm512_set1_epi8(static_cast<char>(0x80)), low = _mm512_set1_epi8(15);
+#pragma GCC unroll 2
+  for (int p = 0; p < P; p++) asks.template lines<kLines<Bits>>(w + p * stride);
 #pragma GCC unroll 8
   for (int i = 0; i < kLines<Bits>; i++) {
     constexpr int parts = Bits == 8 ? 1 : 2;  // of a line, 4 values of K each
@@ -79,7 +81,6 @@ static inline void multiply_unit(const uint8_t* w, int64_t stride, const int8_t*
 #pragma GCC unroll 2
     for (int p = 0; p < P; p++) {
       const uint8_t* at = w + p * stride + i * 64;
-      asks.line(at);
       const __m512i line = _mm512_loadu_si512(at);
       if constexpr (Bits == 8) {
         lines[p][0] = _mm512_xor_si512(line, raise);
@@ -227,6 +228,38 @@ static inline Sums zero_points(const Panel& w, int64_t g) {
   return x_scale ? found * set1(x_scale[at]) : found;
 }
 
+#if defined(__AVX512F__)
+
+// Whether an int4 panel's groups are the usual ones: codes less 8, by scales of float16.
+static inline bool is_plain(const Panel& w, const float* x_scale) {
+  return !w.zero && !x_scale && w.scale_type == Scale::f16;
+}
+
+// What multiply_ints does of such a one, without a decision in each group.
+template <int R, typename Asks>
+[[gnu::always_inline]] static inline void multiply_plain(const Panel& w, const int8_t* x, int64_t ldx,
+                                                         const int32_t* sums, int64_t lds, Asks& asks,
+                                                         F16 (&total)[R][1]) {
+  const uint8_t* lines = w.data;
+  const uint16_t* scale = static_cast<const uint16_t*>(w.scale);
+  const int64_t units = w.group / kUnit;
+  for (int64_t g = w.groups; g > 0; g--, scale += kColumns, sums++) {
+    Sums acc[R][1];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r][0] = set_sums(sums[r * lds]);
+    for (int64_t u = units; u > 0; u--, lines += kLines<4> * 64, x += kUnit) {
+      asks.block();
+      multiply_unit<R, 1, 4>(lines, 0, x, ldx, asks, acc);
+    }
+    asks.scales(scale);
+    const F16 s = load_half(scale);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[r][0] = fma(to_float(acc[r][0]), s, total[r][0]);
+  }
+}
+
+#endif
+
 // total[r][p] = Σ over groups of scale · Σ over k of (q − z) · x, for R rows of int8 and P panels.
 // sums [rows, groups], `lds` apart: −Σ over k of x, times kRaised where there are no zero points. x_scale,
 // the same of rows in blocks, else null: what each group's sum is multiplied by before.
@@ -237,6 +270,10 @@ template <int R, int P, int Bits, typename Asks>
                                                         F16 (&total)[R][P]) {
   static_assert(P <= 2);
   clear(total);
+#if defined(__AVX512F__)
+  if constexpr (P == 1 && Bits == 4)
+    if (is_plain(w[0], x_scale)) return multiply_plain<R>(w[0], x, ldx, sums, lds, asks, total);
+#endif
   const uint8_t* data = w[0].data;
   const int64_t stride = w[P - 1].data - w[0].data;
   for (int64_t g = 0; g < w[0].groups; g++) {

@@ -200,9 +200,9 @@ static inline void multiply_values(const uint8_t* data, int64_t k, Values<W>& va
   F16 even[R], odd[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
+  asks.template lines<kUnit / Values<W>::per_line>(data);
 #pragma GCC unroll 2
   for (int64_t i = 0; i < kUnit; i += Values<W>::per_line, data += 64) {
-    asks.line(data);
     values.line(k + i);
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<X, crossed>)
