@@ -28,3 +28,24 @@ print("torch" in sys.modules)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(name == "LLM")
     assert ("cannot import name" in done.stdout) is (name == "Nothing")
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_modules_are_not_looked_through_again(frozen: bool) -> None:
+    """They are among the oldest at once, and what a caller has frozen stays frozen."""
+    lines = f"""
+import gc
+if {frozen}:
+    gc.freeze()
+before = gc.get_freeze_count()
+from penstock import LLM
+young = len(gc.get_objects(generation=0)) + len(gc.get_objects(generation=1))
+now = gc.get_freeze_count()  # some go by themselves
+assert before // 2 <= now <= before and (now > 0) is {frozen}, (now, before)
+print(young, len(gc.get_objects(generation=2)))
+"""
+    line = [sys.executable, "-c", lines]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    young, old = map(int, done.stdout.split())
+    assert frozen or (young < 5_000 and old > 50_000)
