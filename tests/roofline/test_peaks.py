@@ -25,6 +25,7 @@ def best(tiles: bool, of: str) -> float:
     return max(getattr(native, of)(rounds, 1, tiles) for _ in range(15))
 
 
+@pytest.mark.alone
 @needs_native
 def test_int8_does_more_than_float32_and_no_more_than_its_width() -> None:
     """A byte is a quarter of a float: AVX-512's one instruction does four times as many
@@ -52,6 +53,7 @@ def test_products_two_at_a_time_where_there_are_such() -> None:
     assert 0.4 < fastest / best(False, "matrix_peak") < 2.6
 
 
+@pytest.mark.alone
 @needs_native
 def test_tiles_where_there_are_tiles() -> None:
     if "amx" not in native.available_isas():
