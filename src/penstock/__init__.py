@@ -53,11 +53,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     import gc
     import importlib
+    import sys
 
+    home = _HOMES.get(name, "penstock.engine")
+    found = getattr(sys.modules.get(home), name, None)
+    if found is not None:  # else the module isn't there, or another thread is at it
+        return found
     collects = gc.isenabled()
     gc.disable()  # modules stay: to look for garbage among them took a third of this import
     try:
-        return getattr(importlib.import_module(_HOMES.get(name, "penstock.engine")), name)
+        return getattr(importlib.import_module(home), name)
     finally:
         if collects:
             if not gc.get_freeze_count():
