@@ -45,13 +45,14 @@ static inline Crossed load_crossed(const crossed* lines) {
           reinterpret_cast<__m512bh>(_mm512_loadu_si512(lines + 2 * kColumns))};
 }
 
+static inline void store_crossed(crossed* lines, const Crossed& four) {
+  _mm512_storeu_si512(lines, reinterpret_cast<__m512i>(four.even));
+  _mm512_storeu_si512(lines + 2 * kColumns, reinterpret_cast<__m512i>(four.odd));
+}
+
 // A panel of `k` values of K; it may be its own result.
 static inline void cross_panel(const bf16* from, int64_t k, crossed* to) {
-  for (int64_t j = 0; j < k * kColumns; j += 4 * kColumns) {
-    const Crossed lines = load_crossed(from + j);
-    _mm512_storeu_si512(to + j, reinterpret_cast<__m512i>(lines.even));
-    _mm512_storeu_si512(to + j + 2 * kColumns, reinterpret_cast<__m512i>(lines.odd));
-  }
+  for (int64_t j = 0; j < k * kColumns; j += 4 * kColumns) store_crossed(to + j, load_crossed(from + j));
 }
 
 // Four values of a row for all columns.

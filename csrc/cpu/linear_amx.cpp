@@ -16,7 +16,8 @@ constexpr int64_t kBlockBytes = 20 * 1024;   // of a panel
 constexpr int64_t kRowsBytes = 960 * 1024;   // of packed rows, with all of K
 constexpr int64_t kDepthBytes = 640 * 1024;  // and of at least kLeastTiles with a part of it, beside their sums
 constexpr int64_t kLeastTiles = 16, kMostTiles = 64;  // row tiles
-constexpr int64_t kGroupTiles = 32;          // where groups have scales of their own
+constexpr int64_t kGroupRowsBytes = 1200 * 1024;  // of packed rows, where groups have scales of their own …
+constexpr int64_t kLeastGroupTiles = 8, kMostGroupTiles = 32;
 constexpr int64_t kAheadOfTiles = 3072;     // in a panel that comes from memory, into L1
 constexpr int64_t kPartBytes = 256 * 1024;   // of panels that a thread takes at a time
 constexpr int64_t kPartPairs = 8;            // of panels, where rows come from L3 once for each part
@@ -257,7 +258,10 @@ struct RowBlocks {
 
  private:
   static int64_t most(const LinearArgs& a, const Packed& x) {
-    if (a.groups > 1 || x.block_sums) return kGroupTiles;
+    if (x.block_sums) return kMostGroupTiles;
+    if (a.groups > 1)
+      return std::clamp(choice_or(a.variant.rows_bytes, kGroupRowsBytes) / (x.depth * x.bytes) / 2 * 2,
+                        kLeastGroupTiles, kMostGroupTiles);
     return std::clamp(choice_or(a.variant.rows_bytes, kRowsBytes) / (x.depth * x.bytes) / 2 * 2, kLeastTiles,
                       kMostTiles);
   }

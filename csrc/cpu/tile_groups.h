@@ -1,38 +1,58 @@
 // Products by tiles where groups of K have scales of their own: sums leave the tiles after each group, and
-// wait for two groups until they have reached memory.
+// wait until they have reached memory.
 #pragma once
 
 #include "tile_finish.h"
 
 namespace penstock::PENSTOCK_ISA {
 
-constexpr int64_t kGroupPanels = 4;             // taken together: rows come from L2 once for all of them
-constexpr int64_t kGroupBlockBytes = 6 * 1024;  // of a widened panel, at least a group
+constexpr int64_t kGroupPanels = 2;             // taken together: rows come from L2 once for all of them
+constexpr int64_t kGroupBlockBytes = 12 * 1024;  // of a widened panel, at least a group; of integers …
+constexpr int64_t kIntBlockBytes = 16 * 1024;
 constexpr int64_t kStreamTiles = 4;             // so few row tiles: panels come as fast as memory gives them
 
-// The sums of one group, of `steps` tiles of K. They lie in tile 0 or 1, so that two groups can be under way.
-#define PENSTOCK_GROUP_TILES(sums, rows_tile, weights_tile) \
-  TILE_ZERO(sums);                                          \
-  for (int64_t s = 0; s < steps; s++) {                     \
-    TILE_LOAD_ROWS(rows_tile, rows + s * pitch, row_bytes); \
-    TILE_LOAD_WEIGHTS(weights_tile, panel + s * bytes);     \
-    if constexpr (Ints)                                     \
-      TILE_DOT_BYTES(sums, rows_tile, weights_tile);        \
-    else                                                    \
-      TILE_DOT(sums, rows_tile, weights_tile);              \
-  }                                                         \
-  TILE_STORE(sums, out, 64)
+#define PENSTOCK_GROUP_DOT(c, a, b) \
+  if constexpr (kInts)              \
+    TILE_DOT_BYTES(c, a, b);        \
+  else                              \
+    TILE_DOT(c, a, b)
 
-template <int Tile, bool Ints>
+// The products of one group, of `steps` tiles of K; between(i): what else there is to do, a quarter at a
+// time, for which the processor has room between tiles' instructions but not behind them.
+#define PENSTOCK_GROUP_TILES(sums, rows_tile, weights_tile)   \
+  TILE_ZERO(sums);                                            \
+  between(0);                                                 \
+  for (int64_t s = 0; s < steps; s++) {                       \
+    TILE_LOAD_ROWS(rows_tile, rows + s * pitch, row_bytes);   \
+    if (s == 0) between(1);                                   \
+    TILE_LOAD_WEIGHTS(weights_tile, panel + s * bytes);       \
+    if (s == 0) between(2);                                   \
+    PENSTOCK_GROUP_DOT(sums, rows_tile, weights_tile);        \
+  }                                                           \
+  between(3)
+
+template <int Tile, bool kInts, typename Between>
 [[gnu::always_inline]] static inline void group_tiles(const unsigned char* rows,
                                                       const unsigned char* panel, int64_t row_bytes,
-                                                      int64_t pitch, int64_t steps, float* out) {
+                                                      int64_t pitch, int64_t steps, Between between) {
   const int64_t bytes = kTileRows * row_bytes;
   if constexpr (Tile == 0) {
     PENSTOCK_GROUP_TILES(0, 4, 6);
-  } else {
+  } else if constexpr (Tile == 1) {
     PENSTOCK_GROUP_TILES(1, 5, 7);
+  } else if constexpr (Tile == 2) {
+    PENSTOCK_GROUP_TILES(2, 4, 6);
+  } else {
+    PENSTOCK_GROUP_TILES(3, 5, 7);
   }
+}
+
+template <int Tile>
+[[gnu::always_inline]] static inline void store_tile(float* to) {
+  if constexpr (Tile == 0) TILE_STORE(0, to, 64);
+  if constexpr (Tile == 1) TILE_STORE(1, to, 64);
+  if constexpr (Tile == 2) TILE_STORE(2, to, 64);
+  if constexpr (Tile == 3) TILE_STORE(3, to, 64);
 }
 
 // Panels of codes W times row tiles.
@@ -45,11 +65,13 @@ class GroupSums {
     const int64_t count = tiles.last - tiles.first;
     pair_ = (count + 1) / 2 * 4 * kSums;
     streams_ = count <= kStreamTiles;
-    most_ = streams_ ? a.groups : std::max<int64_t>(kGroupBlockBytes / bytes_, 1);
+    most_ = streams_ ? a.groups : std::max<int64_t>((kInts ? kIntBlockBytes : kGroupBlockBytes) / bytes_, 1);
+    const int64_t blocks = (a.groups + most_ - 1) / most_;
+    most_ = (a.groups + blocks - 1) / blocks;  // nearly one size
     mask_ = count == 1 ? 7 : -1;
     ring_ = static_cast<float*>(scratch(
-        Scratch::partials, static_cast<size_t>(4 * kSums + kGroupPanels / 2 * pair_) * sizeof(float)));
-    totals_ = ring_ + 4 * kSums;
+        Scratch::partials, static_cast<size_t>(8 * kSums + kGroupPanels / 2 * pair_) * sizeof(float)));
+    totals_ = ring_ + 8 * kSums;
     wide_ = static_cast<unsigned char*>(
         scratch(Scratch::unpacked, static_cast<size_t>((streams_ ? most_ + 8 : kGroupPanels * most_) * bytes_)));
   }
@@ -69,8 +91,15 @@ class GroupSums {
       if constexpr (kWidens)
         for (int64_t i = 0; i < count; i++)
           for (int64_t g = groups.first; g < groups.last; g++) widen(i, g, groups.first);
-      for (int64_t m = tiles_.first; m < tiles_.last; m++)
-        for (int64_t i = 0; i < count; i++) row_tile<false>(i, m, groups);
+      for (int64_t m = tiles_.first; m < tiles_.last; m++) {
+        if (count == 2 && steps_ > 1 && m + 1 < tiles_.last) {
+          float* totals = totals_ + (m - tiles_.first) / 2 * 4 * kSums;
+          steps_ == 4 ? sum_four<4>(m, groups, totals) : sum_four<0>(m, groups, totals);
+          m++;
+        } else {
+          for (int64_t i = 0; i < count; i++) row_tile<false>(i, m, groups);
+        }
+      }
     }
     for (int64_t i = 0; i < count; i += 2)
       for (int64_t m = tiles_.first; m < tiles_.last; m += 2) {
@@ -91,6 +120,10 @@ class GroupSums {
   // which a single row tile goes round in: what L1 holds.
   unsigned char* place(int64_t i, int64_t g, int64_t first) const {
     return wide_ + ((streams_ ? 0 : i * most_) + ((g - first) & mask_)) * bytes_;
+  }
+  // What tiles read of group g, counted from `first`, of panel i.
+  [[gnu::always_inline]] const unsigned char* codes(int64_t i, int64_t g, int64_t first) const {
+    return kWidens ? place(i, g, 0) : w_[i].data + (first + g) * bytes_;
   }
   [[gnu::always_inline]] void widen(int64_t i, int64_t g, int64_t first) const {
     unsigned char* out = place(i, g, first);
@@ -116,18 +149,75 @@ class GroupSums {
           : sum_up<Widens, kTileRows, 0>(i, m, groups, totals);
   }
 
-  // The first R rows of a tile. Steps: tiles of a group, or 0: as many as it has.
+  // Two row tiles from m on and two panels, whose groups are of at least two tiles: each tile is read half as
+  // often, but totals have no room in registers. What a group's products left is added up between the next
+  // one's. Steps: tiles of a group, or 0: as many as it has.
+  template <int64_t Steps>
+  [[gnu::noinline]] void sum_four(int64_t m, Range groups, float* totals) const {
+    const int64_t count = groups.last - groups.first, steps = Steps ? Steps : steps_;
+    const int64_t row_bytes = x_.row_bytes, bytes = kTileRows * row_bytes, pitch = x_.pitch;
+    const unsigned char* rows = x_.tile(m, groups.first * steps);
+    F16 scales[2];
+    const float* done = nullptr;  // of the group that is added up
+    int64_t of = 0;
+    constexpr int each = Steps == 4 ? 4 : 8;  // rows at a time
+    const auto add = [&](int turn) __attribute__((always_inline)) {
+      if (!done || turn >= 64 / each) return;
+      const int tile = turn * each / kTileRows, first = turn * each % kTileRows;
+      const bool begins = of == 0;
+#pragma GCC unroll 8
+      for (int r = first; r < first + each; r++) {
+        float* total = totals + tile * kSums + r * kColumns;
+        const F16 sum = sum_of<How>(a_, x_, w_[tile / 2], done + tile * kSums + r * kColumns,
+                                    (m + tile % 2) * kTileRows + r, of);
+        store(total, fma(sum, scales[tile / 2], begins ? zero() : load(total)));
+      }
+    };
+    for (int64_t g = 0; g <= count; g++) {
+      if (g > 0) {
+        of = groups.first + g - 1;
+        done = ring_ + (g - 1) % 2 * 4 * kSums;
+        for (int i = 0; i < 2; i++) scales[i] = w_[i].scales(of);
+      }
+      if (g == count) break;
+      float* now = ring_ + g % 2 * 4 * kSums;
+      const unsigned char* first = codes(0, g, groups.first);
+      const unsigned char* second = codes(1, g, groups.first);
+      TILE_ZERO(0);
+      TILE_ZERO(1);
+      TILE_ZERO(2);
+      TILE_ZERO(3);
+      for (int64_t s = 0; s < steps; s++, rows += pitch, first += bytes, second += bytes) {
+        const int turn = static_cast<int>(std::min<int64_t>(s, 4)) * 4;
+        TILE_STREAM_ROWS(4, rows, row_bytes);
+        TILE_LOAD_WEIGHTS(6, first);
+        PENSTOCK_GROUP_DOT(0, 4, 6);
+        add(turn);
+        TILE_LOAD_WEIGHTS(7, second);
+        PENSTOCK_GROUP_DOT(1, 4, 7);
+        add(turn + 1);
+        TILE_STREAM_ROWS(5, rows + bytes, row_bytes);
+        PENSTOCK_GROUP_DOT(2, 5, 6);
+        add(turn + 2);
+        PENSTOCK_GROUP_DOT(3, 5, 7);
+        add(turn + 3);
+      }
+      TILE_STORE(0, now, 64);
+      TILE_STORE(2, now + kSums, 64);
+      TILE_STORE(1, now + 2 * kSums, 64);
+      TILE_STORE(3, now + 3 * kSums, 64);
+    }
+    for (int turn = 0; turn < 64 / each; turn++) add(turn);
+  }
+
+  // The first R rows of a tile. Steps: tiles of a group, or 0: as many as it has. Four groups are under way:
+  // each tile is stored two groups later, and added up after two more.
   template <bool Widens, int64_t R, int64_t Steps>
   [[gnu::noinline]] void sum_up(int64_t i, int64_t m, Range groups, float* totals) const {
     const Panel& w = w_[i];
     const int64_t count = groups.last - groups.first, steps = Steps ? Steps : steps_;
-    const int64_t row_bytes = x_.row_bytes, bytes = steps * kTileRows * row_bytes;
-    const int64_t pitch = x_.pitch;
+    const int64_t row_bytes = x_.row_bytes, pitch = x_.pitch;
     const unsigned char* rows = x_.tile(m, groups.first * steps);
-    const unsigned char* panel = w.data + groups.first * bytes;
-    const auto at = [&](int64_t g) {
-      return kWidens ? place(i, g, 0) : panel + g * bytes;
-    };
     float* const ring = ring_;
     if constexpr (Widens)
       for (int64_t g = 0; g < std::min(kLag, count); g++) widen(i, groups.first + g, groups.first);
@@ -135,32 +225,40 @@ class GroupSums {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
       total[r] = groups.first == 0 ? zero() : load(totals + r * kColumns);
-    for (int64_t g = 0; g < count + kLag; g += 2, rows += 2 * steps * pitch) {
-      float *now = ring + g % 4 * kSums, *before = ring + (g + kLag) % 4 * kSums;
+    const auto step = [&]<int T>(int64_t g) __attribute__((always_inline)) {
+      if (Widens && g + kLag < count) widen(i, groups.first + g + kLag, groups.first);
+      const int64_t done = groups.first + g - 2 * kLag;
+      const F16 scale = g >= 2 * kLag ? w.scales(done) : zero();
+      const auto add = [&](int quarter) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int j = 0; j < R / 4; j++) {
+          const int r = quarter * static_cast<int>(R / 4) + j;
+          const float* sums = ring + T * kSums + r * kColumns;
+          total[r] = fma(sum_of<How>(a_, x_, w, sums, m * kTileRows + r, done), scale, total[r]);
+        }
+      };
       if (g < count) {
-        if (Widens && g + kLag < count) widen(i, groups.first + g + kLag, groups.first);
-        group_tiles<0, kInts>(rows, at(g), row_bytes, pitch, steps, now);
+        const unsigned char* panel = codes(i, g, groups.first);
+        if (g >= 2 * kLag)
+          group_tiles<T, kInts>(rows, panel, row_bytes, pitch, steps, add);
+        else
+          group_tiles<T, kInts>(rows, panel, row_bytes, pitch, steps, [](int) {});
+      } else if (g >= 2 * kLag && g < count + 2 * kLag) {
+#pragma GCC unroll 4
+        for (int quarter = 0; quarter < 4; quarter++) add(quarter);
       }
-      if (g >= kLag) add(w, m, groups.first + g - kLag, before, total);
-      if (g + 1 < count) {
-        if (Widens && g + 1 + kLag < count) widen(i, groups.first + g + 1 + kLag, groups.first);
-        group_tiles<1, kInts>(rows + steps * pitch, at(g + 1), row_bytes, pitch, steps,
-                              now + kSums);
-      }
-      if (g + 1 >= kLag && g + 1 < count + kLag)
-        add(w, m, groups.first + g + 1 - kLag, before + kSums, total);
+      constexpr int before = (T + 4 - kLag) % 4;
+      if (g >= kLag && g < count + kLag) store_tile<before>(ring + before * kSums);
+      rows += steps * pitch;
+    };
+    for (int64_t g = 0; g < count + 2 * kLag; g += 4) {
+      step.template operator()<0>(g);
+      step.template operator()<1>(g + 1);
+      step.template operator()<2>(g + 2);
+      step.template operator()<3>(g + 3);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) store(totals + r * kColumns, total[r]);
-  }
-
-  template <int64_t R>
-  [[gnu::always_inline]] void add(const Panel& w, int64_t m, int64_t g, const float* sums,
-                                  F16 (&total)[R]) const {
-    const F16 scale = w.scales(g);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-      total[r] = fma(sum_of<How>(a_, x_, w, sums + r * kColumns, m * kTileRows + r, g), scale, total[r]);
   }
 
   const LinearArgs& a_;

@@ -6,6 +6,10 @@
 
 #include "kquants.h"
 
+#if defined(__AVX512F__)
+#include "words.h"
+#endif
+
 namespace penstock::PENSTOCK_ISA {
 
 // A byte of floating point, on top of each word, as a float. With the exponent's bias mended,
@@ -19,10 +23,6 @@ struct Fp8 {
   static constexpr int bias = (W == Weight::fp8_e4m3 ? 120 : 112) << 23;
   static constexpr float least = W == Weight::fp8_e4m3 ? 0x1p-6f : 0x1p-14f;
 };
-
-// Where value J of a line lies in each word: of 4 bytes, or of 8 half bytes (integers.h).
-template <int Bits, int J>
-constexpr int kShift = Bits == 8 ? 8 * J : J < 4 ? 8 * J : 8 * (J - 4) + 4;
 
 #if defined(__AVX512F__)
 
@@ -40,32 +40,22 @@ static inline __m512 widen_fp8(__m512i x) {
 // A small unsigned integer in the last bits of 2^23 is a float by itself: that integer more.
 constexpr float kRaise = 0x1p23f;
 
-// Value J of each word of a line: an unsigned code and kRaise, what it stands for, or its level in
-// `table`.
+// Byte J of each word of a line: an unsigned code and kRaise, or what it stands for.
 template <Weight W, int J>
-static inline F16 take(const uint8_t* line, F16 table) {
-  constexpr int shift = kShift<bits_of(W), J>;
+static inline F16 take(const uint8_t* line, F16) {
   const __m512i v = _mm512_loadu_si512(line);
-  const __m512i raise = _mm512_castps_si512(_mm512_set1_ps(kRaise));
-  if constexpr (W == Weight::int4) {
-    constexpr int and_or = 0xea;
-    return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_srli_epi32(v, shift),
-                                                          _mm512_set1_epi32(15), raise, and_or))};
-  } else if constexpr (bits_of(W) == 4) {  // the index's upper bits don't count
-    return {_mm512_permutexvar_ps(_mm512_srli_epi32(v, shift), table.v)};
-  } else if constexpr (is_integer(W)) {
+  if constexpr (is_integer(W)) {
+    const __m512i raise = _mm512_castps_si512(_mm512_set1_ps(kRaise));
     const __m512i code = _mm512_xor_si512(v, _mm512_set1_epi8(static_cast<char>(0x80)));
     const __m512i last = _mm512_set4_epi32(12 + J, 8 + J, 4 + J, J);
     return {_mm512_castsi512_ps(
         _mm512_mask_shuffle_epi8(raise, 0x1111111111111111ull, code, last))};
   } else {
-    return {widen_fp8<W>(_mm512_slli_epi32(v, 24 - shift))};
+    return {widen_fp8<W>(_mm512_slli_epi32(v, 24 - 8 * J))};
   }
 }
 
-// What is taken off an integer's code besides its zero point.
-template <Weight W>
-constexpr float kTaken = W == Weight::int4 ? kRaise : kRaise + 128.0f;
+constexpr float kTaken = kRaise + 128.0f;  // off an integer's code besides its zero point
 
 #else
 
@@ -80,7 +70,6 @@ static inline __m256 widen_fp8(__m256i x) {
   return _mm256_or_ps(_mm256_min_ps(f, small), sign);
 }
 
-template <Weight W>
 constexpr float kTaken = 0.0f;  // off an integer besides its zero point
 
 // Level `index` of each lane; its upper bits don't count. Bit 3 chooses the half of the table.
@@ -92,7 +81,8 @@ static inline __m256 look_up(__m256i index, F16 table) {
 
 template <Weight W, int J>
 static inline __m256 take_half(__m256i v, F16 table) {
-  constexpr int shift = kShift<bits_of(W), J>;
+  // where the value lies in each word: of 4 bytes, or of 8 half bytes (integers.h)
+  constexpr int shift = bits_of(W) == 8 || J < 4 ? 8 * J : 8 * (J - 4) + 4;
   if constexpr (W == Weight::int4)
     return _mm256_cvtepi32_ps(
         _mm256_and_si256(_mm256_srli_epi32(v, shift), _mm256_set1_epi32(15)));
@@ -113,44 +103,101 @@ static inline F16 take(const uint8_t* line, F16 table) {
 
 #endif
 
-// What the lines of a panel stand for, one after the other.
+// What codes stand for, less their zero points.
 template <Weight W>
-class Values {
+class Codes {
  public:
-  static constexpr int64_t per_line = 32 / bits_of(W);  // values of K
-
-  explicit Values(const Panel& w) : w_(w) {
+  explicit Codes(const Panel& w) : w_(w) {
     if constexpr (has_table) table_ = load(w.table);
-    if constexpr (W == Weight::int8) other_ = set1(kTaken<W>);
+    if constexpr (W == Weight::int8) taken_ = set1(kTaken);
   }
   // The lines that follow are of group g.
   void group(int64_t g) {
-    if constexpr (W == Weight::int8_zero)
-      other_ = to_float(zero_points<8>(w_, g)) + set1(kTaken<W>);
-    if constexpr (W == Weight::int4)
-      other_ = (w_.zero ? to_float(zero_points<4>(w_, g)) : set1(8.0f)) + set1(kTaken<W>);
-  }
-  // The next line starts with value k of K, after those before it.
-  void line(int64_t k) {
-    if constexpr (W != Weight::nvfp4) return;
-    if (k % 16 == 0)
-      other_ = load(reinterpret_cast<const fp8*>(w_.fine) + k / 16 * kColumns);
+    if constexpr (W == Weight::int8_zero) taken_ = to_float(zero_points<8>(w_, g)) + set1(kTaken);
+    if constexpr (W == Weight::int4) taken_ = w_.zero ? to_float(zero_points<4>(w_, g)) : set1(8.0f);
   }
   template <int J>
   F16 at(const uint8_t* line) const {
     const F16 v = take<W, J>(line, table_);
-    if constexpr (takes_off) return v - other_;
-    if constexpr (W == Weight::nvfp4) return v * other_;
+    if constexpr (takes_off) return v - taken_;
     return v;
   }
 
  private:
   static constexpr bool has_table = W == Weight::levels || W == Weight::nvfp4;
   static constexpr bool takes_off =
-      W == Weight::int8_zero || W == Weight::int4 || (W == Weight::int8 && kTaken<W> != 0.0f);
+      W == Weight::int8_zero || W == Weight::int4 || (W == Weight::int8 && kTaken != 0.0f);
   const Panel& w_;
-  F16 table_ = zero();
-  F16 other_ = zero();  // zero points and kTaken, or fine scales
+  F16 table_ = zero(), taken_ = zero();
+};
+
+// What the lines of a panel stand for, one after the other.
+template <Weight W>
+class Values {
+ public:
+  static constexpr int64_t per_line = 32 / bits_of(W);  // values of K
+
+  explicit Values(const Panel& w) : w_(w), codes_(w) {}
+  // The lines that follow are of group g.
+  void group(int64_t g) { codes_.group(g); }
+  // The next line starts with value k of K, after those before it.
+  void line(int64_t k) {
+    if constexpr (W != Weight::nvfp4) return;
+    if (k % 16 == 0)
+      fine_ = load(reinterpret_cast<const fp8*>(w_.fine) + k / 16 * kColumns);
+  }
+  template <int J>
+  F16 at(const uint8_t* line) const {
+    const F16 v = codes_.template at<J>(line);
+    if constexpr (W == Weight::nvfp4) return v * fine_;
+    return v;
+  }
+#if defined(__AVX512BF16__)
+  // Four values from J on.
+  template <int J>
+  Crossed crossed_at(const uint8_t* line) const {
+    if constexpr (kLooksUp)
+      return {reinterpret_cast<__m512bh>(codes_.template pair<J / 4, false>(line)),
+              reinterpret_cast<__m512bh>(codes_.template pair<J / 4, true>(line))};
+    else
+      return {reinterpret_cast<__m512bh>(join_pairs(at<J + 2>(line), at<J>(line))),
+              reinterpret_cast<__m512bh>(join_pairs(at<J + 3>(line), at<J + 1>(line)))};
+  }
+#endif
+  // All of a line, as lines of a panel of bfloat16.
+  void unpack(const uint8_t* line, bf16* out) const {
+    if constexpr (kLooksUp) {
+      codes_.unpack(line, out);
+    } else {
+      unpack_four<0>(line, out);
+      if constexpr (per_line > 4) unpack_four<4>(line, out);
+    }
+  }
+#if defined(__AVX512BF16__)
+  void unpack(const uint8_t* line, crossed* out) const {
+    store_crossed(out, crossed_at<0>(line));
+    if constexpr (per_line > 4) store_crossed(out + 4 * kColumns, crossed_at<4>(line));
+  }
+#endif
+
+ private:
+#if defined(__AVX512F__)
+  using Source = std::conditional_t<bits_of(W) == 4, Words<W>, Codes<W>>;
+  static constexpr bool kLooksUp = W == Weight::int4 || W == Weight::levels;
+#else
+  using Source = Codes<W>;
+  static constexpr bool kLooksUp = false;
+#endif
+
+  template <int J>
+  void unpack_four(const uint8_t* line, bf16* out) const {
+    store_pairs(out + J * kColumns, at<J>(line), at<J + 1>(line));
+    store_pairs(out + (J + 2) * kColumns, at<J + 2>(line), at<J + 3>(line));
+  }
+
+  const Panel& w_;
+  Source codes_;
+  F16 fine_ = zero();
 };
 
 template <Weight W, int J, int R>
@@ -169,18 +216,11 @@ static inline void step_floats(const uint8_t* line, const Values<W>& values, con
 
 #if defined(__AVX512BF16__)
 
-// Values of four k, exact in bfloat16, as the words of crossed.h.
-static inline Crossed cross(F16 a, F16 b, F16 c, F16 d) {
-  return {reinterpret_cast<__m512bh>(join_pairs(c, a)), reinterpret_cast<__m512bh>(join_pairs(d, b))};
-}
-
 template <Weight W, int J, int R>
 static inline void step_crossed(const uint8_t* line, const Values<W>& values, const crossed* x,
                                 int64_t ldx, F16 (&even)[R], F16 (&odd)[R]) {
   if constexpr (J < Values<W>::per_line) {
-    const Crossed w =
-        cross(values.template at<J>(line), values.template at<J + 1>(line),
-              values.template at<J + 2>(line), values.template at<J + 3>(line));
+    const Crossed w = values.template crossed_at<J>(line);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const Crossed xs = set_crossed(x + r * ldx + J);
@@ -201,7 +241,7 @@ static inline void multiply_values(const uint8_t* data, int64_t k, Values<W>& va
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
   asks.template lines<kUnit / Values<W>::per_line>(data);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
   for (int64_t i = 0; i < kUnit; i += Values<W>::per_line, data += 64) {
     values.line(k + i);
 #if defined(__AVX512BF16__)
@@ -244,91 +284,16 @@ template <int R, Weight W, typename X>
   }
 }
 
-template <Weight W, int J, typename T>
-static inline void unpack_line(const uint8_t* line, const Values<W>& values, T* out) {
-  if constexpr (J < Values<W>::per_line) {
-    const F16 a = values.template at<J>(line), b = values.template at<J + 1>(line);
-    const F16 c = values.template at<J + 2>(line), d = values.template at<J + 3>(line);
-    bf16* lines = reinterpret_cast<bf16*>(out) + J * kColumns;
-    constexpr bool crosses = std::is_same_v<T, crossed>;
-    crosses ? store_pairs(lines, c, a) : store_pairs(lines, a, b);
-    crosses ? store_pairs(lines + 2 * kColumns, d, b) : store_pairs(lines + 2 * kColumns, c, d);
-    unpack_line<W, J + 4>(line, values, out);
-  }
-}
-
-#if defined(__AVX512F__)
-
-// Sixteen-bit words that are looked up by their lower bits, a line of codes of 4 bits at a time.
-template <Weight W>
-class Words {
- public:
-  explicit Words(const Panel& w) : w_(w) {
-    alignas(64) bf16 words[32];
-    for (int i = 0; i < 32; i += 16) {
-      F16 found = zero();
-      if constexpr (W == Weight::levels) {
-        found = load(w.table);
-      } else {  // the code less its zero point, and 16
-        alignas(64) float values[16];
-        for (int j = 0; j < 16; j++) values[j] = static_cast<float>(i + j - 16);
-        found = load(values);
-      }
-      store_exact(words + i, found);
-    }
-    table_ = _mm512_load_si512(words);
-  }
-  void group(int64_t g) {
-    if constexpr (W != Weight::int4) return;
-    const Sums z = w_.zero ? zero_points<4>(w_, g) : set_sums(8);
-    other_ = (set_sums(0x10101010) + z * set_sums(-0x01010101)).v;
-  }
-  void unpack(const uint8_t* line, bf16* out) const {
-    const __m512i v = _mm512_loadu_si512(line), low = _mm512_set1_epi8(15);
-    __m512i codes[2] = {v, _mm512_srli_epi16(v, 4)};
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; h++) {
-      if constexpr (W == Weight::int4) codes[h] = _mm512_add_epi8(_mm512_and_si512(codes[h], low), other_);
-      // the bytes of a word, each at the lower end of a word
-      const __m512i first = _mm512_set4_epi32(0x0d0d0c0c, 0x09090808, 0x05050404, 0x01010000);
-      const __m512i last = _mm512_set4_epi32(0x0f0f0e0e, 0x0b0b0a0a, 0x07070606, 0x03030202);
-      _mm512_storeu_si512(out + h * 4 * kColumns, words(codes[h], first));
-      _mm512_storeu_si512(out + (h * 4 + 2) * kColumns, words(codes[h], last));
-    }
-  }
-
- private:
-  __m512i words(__m512i codes, __m512i order) const {
-    return _mm512_permutexvar_epi16(_mm512_shuffle_epi8(codes, order), table_);
-  }
-
-  const Panel& w_;
-  __m512i table_, other_ = _mm512_setzero_si512();
-};
-
-#endif
-
 template <Weight W, typename T>
 static inline void unpack_values(const Panel& w, int64_t first, int64_t last, T* out) {
   constexpr int64_t step = Values<W>::per_line;
   const uint8_t* line = w.data + first / step * 64;
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<T, bf16> && (W == Weight::int4 || W == Weight::levels)) {
-    Words<W> words(w);
-    for (int64_t k = first; k < last; k += step, line += 64, out += step * kColumns) {
-      if (k == first || k % w.group == 0) words.group(k / w.group);
-      prefetch_bytes(line + kAheadBytes);
-      words.unpack(line, out);
-    }
-    return;
-  }
-#endif
   Values<W> values(w);
   for (int64_t k = first; k < last; k += step, line += 64, out += step * kColumns) {
-    values.group(k / w.group);
+    if (k == first || k % w.group == 0) values.group(k / w.group);
     values.line(k);
     prefetch_bytes(line + kAheadBytes);
-    unpack_line<W, 0>(line, values, out);
+    values.unpack(line, out);
   }
 }
 
