@@ -64,15 +64,17 @@ PENSTOCK_DECLARE(amx_emulated)
 
 namespace {
 
-// Below this, vectors read a panel as fast as tiles do; of int4 and records by int8, whose codes they need not
+// Below this, vectors read a panel as fast as tiles do; of records and int4 by int8, whose codes they need not
 // widen, for more rows.
 constexpr int64_t kTileMinRows = 4;
+constexpr int64_t kTileMinRowsOfRecords = 8;
 constexpr int64_t kTileMinRowsOfCodes = 9;
 
 // int8 rows are the same sums in any order; float32 has no tiles.
 bool by_tiles(const LinearArgs& a) {
-  const bool codes = (a.kind == Weight::int4 || has_records(a.kind)) && a.int8_rows;
-  return a.rows >= (codes ? kTileMinRowsOfCodes : kTileMinRows) && a.dtype == DType::bf16;
+  if (a.dtype != DType::bf16) return false;
+  if (a.int8_rows && has_records(a.kind)) return a.rows >= kTileMinRowsOfRecords;
+  return a.rows >= (a.int8_rows && a.kind == Weight::int4 ? kTileMinRowsOfCodes : kTileMinRows);
 }
 
 void linear_amx(const LinearArgs& a) {

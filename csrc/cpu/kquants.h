@@ -48,6 +48,11 @@ static inline Sums widen_words(const uint8_t* p) {
 }
 // Of words, by pairs.
 static inline Sums multiply_words(Sums a, Sums b) { return {_mm512_madd_epi16(a.v, b.v)}; }
+static inline Sums add_words(Sums sum, Sums a, Sums b) {
+  return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
+}
+template <int By>
+static inline Sums raise_lanes(Sums a) { return {_mm512_slli_epi32(a.v, By)}; }
 
 #else
 
@@ -83,6 +88,11 @@ static inline Sums widen_words(const uint8_t* p) {
 }
 static inline Sums multiply_words(Sums a, Sums b) {
   return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)};
+}
+static inline Sums add_words(Sums sum, Sums a, Sums b) { return sum + multiply_words(a, b); }
+template <int By>
+static inline Sums raise_lanes(Sums a) {
+  return {_mm256_slli_epi32(a.lo, By), _mm256_slli_epi32(a.hi, By)};
 }
 
 #endif

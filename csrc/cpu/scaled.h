@@ -236,7 +236,7 @@ template <Weight W, int R, typename Source>
     for (int r = 0; r < R; r++) {
       int32_t two;
       __builtin_memcpy(&two, rows.sums + r * rows.sums_pitch + 2 * i, 4);
-      taken[r] = taken[r] + multiply_words(minima, set_sums(two));
+      taken[r] = add_words(taken[r], minima, set_sums(two));
     }
   }
   const F16 least = w.least();

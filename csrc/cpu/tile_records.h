@@ -1,7 +1,7 @@
 // Rows in int8, in blocks of kRecord, times records of K-quants by tiles: the sums of scaled.h.
 //
-// A code times its group's factor doesn't fit into a byte, but into two: w = 64 · high + low. So a record is
-// two products of bytes without a scale between them, and what comes after is done once for 256 values.
+// A code times its group's factor doesn't fit into a byte, but into two, w = 2^shift · high + low. So a record
+// is two products of bytes without a scale between them, and what comes after is done once for 256 values.
 #pragma once
 
 #include "scaled.h"
@@ -16,131 +16,230 @@ using U16x32 = uint16_t __attribute__((vector_size(64)));
 using S16x32 = int16_t __attribute__((vector_size(64)));
 using U32x16 = uint32_t __attribute__((vector_size(64)));
 
+// Codes of up to five bits are multiplied by three bits of their factor at a time (a byte, unsigned), two of
+// them at once, as they lie in a word; of six bits, by all of it, and w's two bytes are kept.
+template <Weight W>
+struct Split {
+  static constexpr bool by_factor = Record<W>::zero == 0;
+  static constexpr int shift = by_factor ? 3 : 8;
+};
+
+// A group's factors: each column's twice, or their upper and lower bits.
+template <Weight W>
+struct Factors {
+  S16x32 high, low;
+
+  [[gnu::always_inline]] Factors(const uint8_t* record, int64_t g) {
+    const Sums found = widen_bytes(reinterpret_cast<const int8_t*>(record) + g * kColumns);
+    U32x16 wide;
+    __builtin_memcpy(&wide, &found, 64);
+    high = low = (S16x32)((wide & 0xffff) | wide << 16);
+    if constexpr (Split<W>::by_factor) {
+      high >>= Split<W>::shift;
+      low &= (1 << Split<W>::shift) - 1;
+    }
+  }
+};
+
 // The codes of a quad times their factors, to their places in both planes.
 template <Weight W, int T>
 [[gnu::always_inline]] static inline void split_quad(const uint8_t* record, int64_t unit,
-                                                     const S16x32& factor, uint8_t* planes) {
+                                                     const Factors<W>& by, uint8_t* planes) {
   const Sums found = record_codes<W, T>(record, unit);
-  U16x32 codes;
+  U16x32 codes, high, low;
   __builtin_memcpy(&codes, &found, 64);
-  const S16x32 even = (S16x32)(codes & 255) - Record<W>::zero;
-  const S16x32 odd = (S16x32)(codes >> 8) - Record<W>::zero;
-  const S16x32 a = even * factor, b = odd * factor;
-  const U16x32 high = (U16x32)((a >> 6) & 255) | (U16x32)(b >> 6) << 8;
-  const U16x32 low = (U16x32)(a & 63) | (U16x32)(b & 63) << 8;
+  if constexpr (Split<W>::by_factor) {
+    high = codes * (U16x32)by.high;
+    low = codes * (U16x32)by.low;
+  } else {
+    const U16x32 even = (U16x32)(((S16x32)(codes & 255) - Record<W>::zero) * by.high);
+    const U16x32 odd = (U16x32)(((S16x32)(codes >> 8) - Record<W>::zero) * by.high);
+    high = even >> 8 | (odd & 0xff00);
+    low = (even & 255) | odd << 8;
+  }
   uint8_t* to = planes + (unit * 8 + T) * 64;
   __builtin_memcpy(to, &high, 64);
   __builtin_memcpy(to + kPlane, &low, 64);
 }
 
-// Each column's factor, twice.
-[[gnu::always_inline]] static inline void group_factor(const uint8_t* record, int64_t g,
-                                                       S16x32& factor) {
-  const Sums found = widen_bytes(reinterpret_cast<const int8_t*>(record) + g * kColumns);
-  U32x16 wide;
-  __builtin_memcpy(&wide, &found, 64);
-  factor = (S16x32)((wide & 0xffff) | wide << 16);
-}
-
-// A record as planes of bytes [2, K / 4, 16, 4], which tiles take.
+// A record as planes of bytes [2, K / 4, 16, 4], which tiles take; what comes `ahead` bytes later is asked for.
 template <Weight W>
-static inline void split_record(const uint8_t* record, uint8_t* planes) {
+static inline void split_record(const uint8_t* record, int64_t ahead, uint8_t* planes) {
+  constexpr int64_t groups = kUnit / Record<W>::group;  // of a unit
+  prefetch_lines(record + ahead, Record<W>::head);
   for (int64_t unit = 0; unit < kRecord / kUnit; unit++) {
-    S16x32 factor;
-    group_factor(record, unit * kUnit / Record<W>::group, factor);
-    split_quad<W, 0>(record, unit, factor, planes);
-    split_quad<W, 1>(record, unit, factor, planes);
-    split_quad<W, 2>(record, unit, factor, planes);
-    split_quad<W, 3>(record, unit, factor, planes);
-    if constexpr (Record<W>::group < kUnit) group_factor(record, 2 * unit + 1, factor);
-    split_quad<W, 4>(record, unit, factor, planes);
-    split_quad<W, 5>(record, unit, factor, planes);
-    split_quad<W, 6>(record, unit, factor, planes);
-    split_quad<W, 7>(record, unit, factor, planes);
+    prefetch_lines(record + ahead + Record<W>::head + unit * Record<W>::unit, Record<W>::unit);
+    const Factors<W> first(record, unit * groups), last(record, unit * groups + groups - 1);
+    split_quad<W, 0>(record, unit, first, planes);
+    split_quad<W, 1>(record, unit, first, planes);
+    split_quad<W, 2>(record, unit, first, planes);
+    split_quad<W, 3>(record, unit, first, planes);
+    split_quad<W, 4>(record, unit, last, planes);
+    split_quad<W, 5>(record, unit, last, planes);
+    split_quad<W, 6>(record, unit, last, planes);
+    split_quad<W, 7>(record, unit, last, planes);
   }
 }
 
-// Row tiles times panels of records, one after the other.
+// What becomes of the sums of a record and up to two row tiles: a few rows at a time, while tiles multiply
+// what comes next. A record's scales and minima are widened once for all of them.
+template <Weight W>
+class Due {
+ public:
+  Due() = default;  // of nothing
+  // sums: [row tile][high, low][16, 16]; x: `count` rows, of which the record has the values; totals: [rows, 16]
+  Due(const uint8_t* record, const float* sums, const ScaledRows& x, float* totals, int64_t count)
+      : sums_(sums), totals_(totals), left_(count), x_scale_(x.scale), x_sums_(x.sums), scale_pitch_(x.scale_pitch),
+        sums_pitch_(x.sums_pitch) {
+    const Direct<W> w(record);
+    scale_ = w.scale();
+    if constexpr (Record<W>::zero != 0) return;
+    least_ = w.least();
+    for (int64_t i = 0; i < 4; i++) minima_[i] = w.minima(i);
+  }
+
+  // The next kEach rows, if there are any.
+  static constexpr int64_t kEach = 2;
+  [[gnu::always_inline]] void some() {
+    if (left_ <= 0) return;
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < kEach; j++) one(j);
+    left_ -= kEach;
+    sums_ += kEach * kColumns;
+    if (++turn_ == kTileRows / kEach) sums_ += kSums;  // past the low ones
+    totals_ += kEach * kColumns;
+    x_scale_ += kEach * scale_pitch_;
+    x_sums_ += kEach * sums_pitch_;
+  }
+  void all() {
+    while (left_ > 0) some();
+  }
+
+ private:
+  // Rows that aren't there have room for a total, too.
+  [[gnu::always_inline]] void one(int64_t row) const {
+    const auto* high = reinterpret_cast<const int32_t*>(sums_) + row * kColumns;
+    const F16 x_scale = set1(x_scale_[row * scale_pitch_]);
+    float* total = totals_ + row * kColumns;
+    const Sums found = raise_lanes<Split<W>::shift>(load_sums(high)) + load_sums(high + kSums);
+    F16 sum = fma(to_float(found), scale_ * x_scale, load(total));
+    if constexpr (Record<W>::zero == 0) {
+      const int16_t* sums = x_sums_ + row * sums_pitch_;
+      Sums taken = set_sums(0);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        int32_t two;
+        __builtin_memcpy(&two, sums + 2 * i, 4);
+        taken = add_words(taken, minima_[i], set_sums(two));
+      }
+      sum = fma(to_float(taken), least_ * x_scale, sum);
+    }
+    store(total, sum);
+  }
+
+  const float* sums_ = nullptr;  // all of these of the next row
+  float* totals_ = nullptr;
+  int64_t left_ = 0, turn_ = 0;
+  const float* x_scale_ = nullptr;
+  const int16_t* x_sums_ = nullptr;
+  int64_t scale_pitch_ = 0, sums_pitch_ = 0;
+  F16 scale_ = zero(), least_ = zero();
+  Sums minima_[4];  // of pairs of groups
+};
+
+#define PENSTOCK_HIGH_DOT(c, a, b)     \
+  if constexpr (Split<W>::by_factor)   \
+    TILE_DOT_UNSIGNED(c, a, b);        \
+  else                                 \
+    TILE_DOT_BYTES(c, a, b)
+
+// Row tiles times panels of records: a record of K after the other, for several panels, so that its share of
+// many rows comes from L2 for all of them.
+template <Weight W>
 class RecordSums {
  public:
   RecordSums(const LinearArgs& a, const Packed& x, Range tiles, const Columns& to)
       : a_(a), x_(x), tiles_(tiles), to_(to), first_(tiles.first * kTileRows),
-        last_(std::min(tiles.last * kTileRows, a.rows)), records_(a.padded_k / kRecord) {
+        last_(std::min(tiles.last * kTileRows, a.rows)), records_(a.padded_k / kRecord),
+        rows_(scaled_rows<W>(a, reinterpret_cast<const int8_t*>(x.tiles), x.scale, x.block_sums)) {
     planes_ = static_cast<uint8_t*>(scratch(Scratch::unpacked, 2 * kPlane));
-    const int64_t floats = 4 * kSums + (last_ - first_) * kColumns;
-    sums_ = static_cast<float*>(
-        scratch(Scratch::partials, static_cast<size_t>(floats) * sizeof(float)));
-    totals_ = sums_ + 4 * kSums;
+    const int64_t tile_count = tiles.last - tiles.first;
+    panel_sums_ = tile_count * kSums;
+    together_ = tile_count <= 2 ? 1 : std::max<int64_t>(kTotalTiles / tile_count, 1);
+    sums_ = static_cast<float*>(scratch(
+        Scratch::partials, static_cast<size_t>(8 * kSums + together_ * panel_sums_) * sizeof(float)));
+    totals_ = sums_ + 8 * kSums;
   }
 
-  template <Weight W>
-  void run(int64_t p) {
-    const Panel w = quantized_panel(a_, p);
-    for (int64_t row = first_; row < last_; row++) store(total(row), zero());
-    for (int64_t i = 0; i < records_; i++) {
-      const uint8_t* record = w.data + i * w.record_bytes;
-      prefetch_lines(record + w.record_bytes, w.record_bytes);
-      split_record<W>(record, planes_);
-      for (int64_t m = tiles_.first; m < tiles_.last; m += 2) {
-        const bool two = m + 1 < tiles_.last;
-        two ? multiply<true>(m, i) : multiply<false>(m, i);
-        finish<W>(record, m, i, sums_);
-        if (two) finish<W>(record, m + 1, i, sums_ + 2 * kSums);
+  // As many of the panels [first, last) as it takes together; returns how many.
+  int64_t run(int64_t first, int64_t last) {
+    const Panel w = quantized_panel(a_, first);
+    const int64_t count = std::min(last - first, together_);
+    for (int64_t at = 0; at < count * panel_sums_; at += kColumns) store(totals_ + at, zero());
+    for (int64_t i = 0; i < records_; i++)
+      for (int64_t p = 0; p < count; p++) {
+        const uint8_t* record = w.data + p * panel_bytes(a_) + i * w.record_bytes;
+        one(record, count == 1 ? w.record_bytes : panel_bytes(a_), i, totals_ + p * panel_sums_);
       }
-    }
-    for (int64_t row = first_; row < last_; row++) to_(row, p, load(total(row)));
+    due_.all();
+    for (int64_t p = 0; p < count; p++)
+      for (int64_t row = first_; row < last_; row++)
+        to_(row, first + p, load(totals_ + p * panel_sums_ + (row - first_) * kColumns));
+    return count;
   }
 
  private:
-  static constexpr int64_t kTiles = kRecord / 64;  // of a record
+  static constexpr int64_t kTiles = kRecord / 64;   // of a record
+  static constexpr int64_t kTotalTiles = 512;       // of totals, in L2
 
-  float* total(int64_t row) const { return totals_ + (row - first_) * kColumns; }
+  // All rows times record i of a panel.
+  void one(const uint8_t* record, int64_t ahead, int64_t i, float* totals) {
+    split_record<W>(record, ahead, planes_);
+    for (int64_t m = tiles_.first; m < tiles_.last; m += 2) {
+      float* sums = sums_ + turn_++ % 2 * 4 * kSums;
+      const int64_t row = m * kTileRows, count = std::min(last_ - row, 2 * kTileRows);
+      count > kTileRows ? multiply<true>(m, i, sums) : multiply<false>(m, i, sums);
+      due_ = Due<W>(record, sums, rows_.at(row).template record<W>(i), totals + (row - first_) * kColumns,
+                    count);
+    }
+  }
 
   // Sums of both planes of one row tile, or of two.
   template <bool Two>
-  [[gnu::noinline]] void multiply(int64_t m, int64_t record) const {
+  [[gnu::noinline]] void multiply(int64_t m, int64_t record, float* sums) {
+    Due<W> due = due_;
+    const unsigned char *rows = x_.tile(m, record * kTiles), *planes = planes_;
+    const int64_t pitch = x_.pitch;
     TILE_ZERO(0);
     TILE_ZERO(1);
     if constexpr (Two) {
       TILE_ZERO(2);
       TILE_ZERO(3);
     }
-    for (int64_t d = 0; d < kTiles; d++) {
-      const int64_t depth = record * kTiles + d;
-      TILE_LOAD_ROWS(4, x_.tile(m, depth), 64);
-      TILE_LOAD_WEIGHTS(6, planes_ + d * 1024);
-      TILE_DOT_BYTES(0, 4, 6);
-      TILE_LOAD_WEIGHTS(7, planes_ + kPlane + d * 1024);
-      TILE_DOT_BYTES(1, 4, 7);
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < kTiles; d++, rows += pitch, planes += 1024) {
+      TILE_LOAD_ROWS(4, rows, 64);
+      TILE_LOAD_WEIGHTS(6, planes);
+      PENSTOCK_HIGH_DOT(0, 4, 6);
+      due.some();
+      TILE_LOAD_WEIGHTS(7, planes + kPlane);
+      TILE_DOT_UNSIGNED(1, 4, 7);
+      due.some();
       if constexpr (Two) {
-        TILE_LOAD_ROWS(5, x_.tile(m + 1, depth), 64);
-        TILE_DOT_BYTES(2, 5, 6);
-        TILE_DOT_BYTES(3, 5, 7);
+        TILE_LOAD_ROWS(5, rows + 1024, 64);
+        PENSTOCK_HIGH_DOT(2, 5, 6);
+        due.some();
+        TILE_DOT_UNSIGNED(3, 5, 7);
+        due.some();
       }
     }
-    TILE_STORE(0, sums_, 64);
-    TILE_STORE(1, sums_ + kSums, 64);
+    TILE_STORE(0, sums, 64);
+    TILE_STORE(1, sums + kSums, 64);
     if constexpr (Two) {
-      TILE_STORE(2, sums_ + 2 * kSums, 64);
-      TILE_STORE(3, sums_ + 3 * kSums, 64);
+      TILE_STORE(2, sums + 2 * kSums, 64);
+      TILE_STORE(3, sums + 3 * kSums, 64);
     }
-  }
-
-  // totals of row tile m += the sums of a record, high and low ones.
-  template <Weight W>
-  [[gnu::noinline]] void finish(const uint8_t* record, int64_t m, int64_t i,
-                                const float* sums) const {
-    const int64_t end = std::min((m + 1) * kTileRows, last_);
-    const Direct<W> w(record);
-    const auto* high = reinterpret_cast<const int32_t*>(sums);
-    const ScaledRows rows = scaled_rows<W>(
-        a_, reinterpret_cast<const int8_t*>(x_.tiles), x_.scale, x_.block_sums);
-    for (int64_t row = m * kTileRows; row < end; row++, high += kColumns) {
-      const Sums found[1] = {load_sums(high) * set_sums(64) + load_sums(high + kSums)};
-      F16 own[1] = {load(total(row))};
-      add_scaled<W>(w, rows.at(row).record<W>(i), found, own);
-      store(total(row), own[0]);
-    }
+    due.all();
   }
 
   const LinearArgs& a_;
@@ -148,16 +247,26 @@ class RecordSums {
   Range tiles_;
   const Columns& to_;
   int64_t first_, last_, records_;
+  ScaledRows rows_;
   uint8_t* planes_;
-  float* sums_;    // four tiles
-  float* totals_;  // [rows, 16]
+  int64_t panel_sums_, together_;  // floats of a panel's totals; panels
+  float* sums_;    // two times four tiles
+  float* totals_;  // [panels, rows, 16], of whole tiles
+  Due<W> due_;
+  int64_t turn_ = 0;
 };
 
 static inline void multiply_records(const LinearArgs& a, const Packed& x, Range tiles, Range panels,
                                     const Columns& to) {
-  RecordSums sums(a, x, tiles, to);
-  for (int64_t p = panels.first; p < panels.last; p++)
-    with_records(a.kind, quantized_panel(a, p).data, [&]<Weight W>() { sums.run<W>(p); });
+  const auto kind = [&](int64_t p) { return record_kind(a.kind, quantized_panel(a, p).data); };
+  for (int64_t p = panels.first; p < panels.last;) {
+    int64_t last = p + 1;
+    while (last < panels.last && kind(last) == kind(p)) last++;
+    with_records(a.kind, quantized_panel(a, p).data, [&]<Weight W>() {
+      RecordSums<W> sums(a, x, tiles, to);
+      while (p < last) p += sums.run(p, last);
+    });
+  }
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -46,6 +46,16 @@ static inline void soft_dot(int c, int a, int b) {
   }
 }
 
+// TDPBSUD: four products of signed and unsigned bytes added to 32 bits.
+static inline void soft_dot_unsigned(int c, int a, int b) {
+  for (int m = 0; m < 16; m++) {
+    int32_t* out = reinterpret_cast<int32_t*>(soft_tiles[c].bytes + m * 64);
+    const int8_t* row = reinterpret_cast<const int8_t*>(soft_tiles[a].bytes + m * 64);
+    for (int k = 0; k < soft_row_bytes; k++)
+      for (int n = 0; n < 16; n++) out[n] += row[k] * soft_tiles[b].bytes[k / 4 * 64 + n * 4 + k % 4];
+  }
+}
+
 // TDPBSSD: four products of signed bytes added to 32 bits.
 static inline void soft_dot_bytes(int c, int a, int b) {
   for (int m = 0; m < 16; m++) {
@@ -72,6 +82,7 @@ static inline void soft_dot_bytes(int c, int a, int b) {
 #define TILE_STORE(t, p, stride) soft_store(t, p, stride)
 #define TILE_DOT(c, a, b) soft_dot(c, a, b)
 #define TILE_DOT_BYTES(c, a, b) soft_dot_bytes(c, a, b)
+#define TILE_DOT_UNSIGNED(c, a, b) soft_dot_unsigned(c, a, b)
 
 #else
 
@@ -121,5 +132,6 @@ static inline void configure_tiles(int row_bytes, int rows = 16) {
   } while (0)
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 #define TILE_DOT_BYTES(c, a, b) _tile_dpbssd(c, a, b)
+#define TILE_DOT_UNSIGNED(c, a, b) _tile_dpbsud(c, a, b)  // b's bytes are unsigned
 
 #endif
