@@ -29,7 +29,7 @@ static inline int32_t word(const int8_t* p) {
 struct Panel {
   const uint8_t* data;
   const void* scale;      // [groups, 16]
-  const void* zero;       // [groups, 16] unsigned of int4, signed of int8; null: 8 for int4, else 0
+  const void* zero;       // [groups, 16] 0 … 15 of int4, signed of int8; null: 8 for int4, else 0
   const uint8_t* fine;    // [K / 16, 16] E4M3 of nvfp4
   const float* table;     // [16] of levels and nvfp4
   int64_t group, groups;  // values of K that share a scale; how many such groups

@@ -92,7 +92,7 @@ struct LinearArgs {
   int64_t padded_k;
   const void* scale;  // [panels, groups, 16] of quantized weights
   Scale scale_type;
-  const void* zero;     // [panels, groups, 16] of int4 (unsigned; null: 8) and of int8_zero
+  const void* zero;     // [panels, groups, 16] of int4 (0 … 15; null: 8) and of int8_zero
   const uint8_t* fine;  // [panels, padded_k / 16, 16] E4M3 of nvfp4
   const float* table;   // [16] of levels and nvfp4: values that bfloat16 holds
   int64_t groups;

@@ -46,8 +46,7 @@ static inline Sums widen_pairs(const uint8_t* p) {
 static inline Sums widen_words(const uint8_t* p) {
   return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-// Of words, by pairs.
-static inline Sums multiply_words(Sums a, Sums b) { return {_mm512_madd_epi16(a.v, b.v)}; }
+// sum + products of words, by pairs.
 static inline Sums add_words(Sums sum, Sums a, Sums b) {
   return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
 }

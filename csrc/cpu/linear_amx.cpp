@@ -17,7 +17,7 @@ constexpr int64_t kRowsBytes = 960 * 1024;   // of packed rows, with all of K
 constexpr int64_t kDepthBytes = 640 * 1024;  // and of at least kLeastTiles with a part of it, beside their sums
 constexpr int64_t kLeastTiles = 16, kMostTiles = 64;  // row tiles
 constexpr int64_t kGroupRowsBytes = 1200 * 1024;  // of packed rows, where groups have scales of their own …
-constexpr int64_t kLeastGroupTiles = 8, kMostGroupTiles = 32;
+constexpr int64_t kLeastGroupTiles = 8, kMostGroupTiles = 32;  // of records, always the latter
 constexpr int64_t kAheadOfTiles = 3072;     // in a panel that comes from memory, into L1
 constexpr int64_t kPartBytes = 256 * 1024;   // of panels that a thread takes at a time
 constexpr int64_t kPartPairs = 8;            // of panels, where rows come from L3 once for each part
@@ -49,12 +49,6 @@ struct Upcoming {
   int64_t stride;      // from a panel to the next
   int64_t left, each;  // bytes of a panel: in all, and at a time
 };
-
-#define PENSTOCK_DOT(c, a, b) \
-  if constexpr (Ints)         \
-    TILE_DOT_BYTES(c, a, b);  \
-  else                        \
-    TILE_DOT(c, a, b)
 
 // t.to = t.from + rows · panels. Not inlined: all that the loop needs is in registers. Streams: rows pass L1.
 template <bool TwoRows, bool Streams, bool Ints, Way W, Sum S>
@@ -93,11 +87,11 @@ template <bool TwoRows, bool Streams, bool Ints, Way W, Sum S>
     }
     TILE_LOAD_WEIGHTS(6, panel);
     TILE_LOAD_WEIGHTS(7, panel + stride);
-    PENSTOCK_DOT(0, 4, 6);
-    PENSTOCK_DOT(1, 4, 7);
+    TILE_DOT_OF(Ints, 0, 4, 6);
+    TILE_DOT_OF(Ints, 1, 4, 7);
     if constexpr (TwoRows) {
-      PENSTOCK_DOT(2, 5, 6);
-      PENSTOCK_DOT(3, 5, 7);
+      TILE_DOT_OF(Ints, 2, 5, 6);
+      TILE_DOT_OF(Ints, 3, 5, 7);
     }
     for (int64_t i = each; i > 0; i -= 64, next += 64) {
       prefetch(reinterpret_cast<const char*>(next), false);

@@ -6,16 +6,10 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-constexpr int64_t kGroupPanels = 2;             // taken together: rows come from L2 once for all of them
+constexpr int64_t kGroupPanels = 2;             // taken together: rows come from L2 once for both
 constexpr int64_t kGroupBlockBytes = 12 * 1024;  // of a widened panel, at least a group; of integers …
 constexpr int64_t kIntBlockBytes = 16 * 1024;
 constexpr int64_t kStreamTiles = 4;             // so few row tiles: panels come as fast as memory gives them
-
-#define PENSTOCK_GROUP_DOT(c, a, b) \
-  if constexpr (kInts)              \
-    TILE_DOT_BYTES(c, a, b);        \
-  else                              \
-    TILE_DOT(c, a, b)
 
 // The products of one group, of `steps` tiles of K; between(i): what else there is to do, a quarter at a
 // time, for which the processor has room between tiles' instructions but not behind them.
@@ -27,7 +21,7 @@ constexpr int64_t kStreamTiles = 4;             // so few row tiles: panels come
     if (s == 0) between(1);                                   \
     TILE_LOAD_WEIGHTS(weights_tile, panel + s * bytes);       \
     if (s == 0) between(2);                                   \
-    PENSTOCK_GROUP_DOT(sums, rows_tile, weights_tile);        \
+    TILE_DOT_OF(kInts, sums, rows_tile, weights_tile);        \
   }                                                           \
   between(3)
 
@@ -63,14 +57,13 @@ class GroupSums {
       : a_(a), x_(x), tiles_(tiles), finish_(a, x, to),
         group_(a.padded_k / a.groups), steps_(x.depth / a.groups), bytes_(steps_ * x.bytes) {
     const int64_t count = tiles.last - tiles.first;
-    pair_ = (count + 1) / 2 * 4 * kSums;
-    streams_ = count <= kStreamTiles;
+    streams_ = x.row_tiles <= kStreamTiles;
     most_ = streams_ ? a.groups : std::max<int64_t>((kInts ? kIntBlockBytes : kGroupBlockBytes) / bytes_, 1);
     const int64_t blocks = (a.groups + most_ - 1) / most_;
     most_ = (a.groups + blocks - 1) / blocks;  // nearly one size
-    mask_ = count == 1 ? 7 : -1;
+    mask_ = streams_ && count == 1 ? 7 : -1;
     ring_ = static_cast<float*>(scratch(
-        Scratch::partials, static_cast<size_t>(8 * kSums + kGroupPanels / 2 * pair_) * sizeof(float)));
+        Scratch::partials, static_cast<size_t>(8 * kSums + (count + 1) / 2 * 4 * kSums) * sizeof(float)));
     totals_ = ring_ + 8 * kSums;
     wide_ = static_cast<unsigned char*>(
         scratch(Scratch::unpacked, static_cast<size_t>((streams_ ? most_ + 8 : kGroupPanels * most_) * bytes_)));
@@ -101,12 +94,11 @@ class GroupSums {
         }
       }
     }
-    for (int64_t i = 0; i < count; i += 2)
-      for (int64_t m = tiles_.first; m < tiles_.last; m += 2) {
-        finish_.begin(totals_ + i / 2 * pair_ + (m - tiles_.first) * 2 * kSums, m * kTileRows,
-                      std::min((m + 2) * kTileRows, a_.rows), p + i, i + 1 < count, 1);
-        finish_.template all<kSum>();
-      }
+    for (int64_t m = tiles_.first; m < tiles_.last; m += 2) {
+      finish_.begin(totals_ + (m - tiles_.first) * 2 * kSums, m * kTileRows,
+                    std::min((m + 2) * kTileRows, a_.rows), p, count == 2, 1);
+      finish_.template all<kSum>();
+    }
   }
 
  private:
@@ -140,7 +132,7 @@ class GroupSums {
   void row_tile(int64_t i, int64_t m, Range groups) const {
     const bool few = x_.tile_rows <= kFewTileRows;
     const int64_t tile = m - tiles_.first;
-    float* totals = totals_ + i / 2 * pair_ + (tile / 2 * 4 + i % 2 * 2 + tile % 2) * kSums;
+    float* totals = totals_ + (tile / 2 * 4 + i * 2 + tile % 2) * kSums;
     if (steps_ == 1)
       few ? sum_up<Widens, kFewTileRows, 1>(i, m, groups, totals)
           : sum_up<Widens, kTileRows, 1>(i, m, groups, totals);
@@ -191,15 +183,15 @@ class GroupSums {
         const int turn = static_cast<int>(std::min<int64_t>(s, 4)) * 4;
         TILE_STREAM_ROWS(4, rows, row_bytes);
         TILE_LOAD_WEIGHTS(6, first);
-        PENSTOCK_GROUP_DOT(0, 4, 6);
+        TILE_DOT_OF(kInts, 0, 4, 6);
         add(turn);
         TILE_LOAD_WEIGHTS(7, second);
-        PENSTOCK_GROUP_DOT(1, 4, 7);
+        TILE_DOT_OF(kInts, 1, 4, 7);
         add(turn + 1);
         TILE_STREAM_ROWS(5, rows + bytes, row_bytes);
-        PENSTOCK_GROUP_DOT(2, 5, 6);
+        TILE_DOT_OF(kInts, 2, 5, 6);
         add(turn + 2);
-        PENSTOCK_GROUP_DOT(3, 5, 7);
+        TILE_DOT_OF(kInts, 3, 5, 7);
         add(turn + 3);
       }
       TILE_STORE(0, now, 64);
@@ -227,8 +219,9 @@ class GroupSums {
       total[r] = groups.first == 0 ? zero() : load(totals + r * kColumns);
     const auto step = [&]<int T>(int64_t g) __attribute__((always_inline)) {
       if (Widens && g + kLag < count) widen(i, groups.first + g + kLag, groups.first);
-      const int64_t done = groups.first + g - 2 * kLag;
-      const F16 scale = g >= 2 * kLag ? w.scales(done) : zero();
+      const int64_t done = groups.first + g - 2 * kLag;  // the group that is added up, if `adds`
+      const bool adds = g >= 2 * kLag && g < count + 2 * kLag;
+      const F16 scale = adds ? w.scales(done) : zero();
       const auto add = [&](int quarter) __attribute__((always_inline)) {
 #pragma GCC unroll 4
         for (int j = 0; j < R / 4; j++) {
@@ -239,11 +232,11 @@ class GroupSums {
       };
       if (g < count) {
         const unsigned char* panel = codes(i, g, groups.first);
-        if (g >= 2 * kLag)
+        if (adds)
           group_tiles<T, kInts>(rows, panel, row_bytes, pitch, steps, add);
         else
           group_tiles<T, kInts>(rows, panel, row_bytes, pitch, steps, [](int) {});
-      } else if (g >= 2 * kLag && g < count + 2 * kLag) {
+      } else if (adds) {
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; quarter++) add(quarter);
       }
@@ -266,11 +259,10 @@ class GroupSums {
   Range tiles_;
   Finish finish_;
   int64_t group_, steps_, bytes_;  // of a group: values of K, tiles, bytes of a widened panel
-  int64_t pair_;                   // floats of the totals of a pair of panels
   bool streams_;                   // the first row tile passes as panels are widened
   int64_t most_, mask_;            // groups in a block; of the places of a group
   float* ring_;
-  float* totals_;  // [pair of panels][pair of row tiles][panel][row tile][16 × 16]
+  float* totals_;  // [pair of row tiles][panel][row tile][16 × 16]
   unsigned char* wide_;
   Panel w_[kGroupPanels] = {};
 };

@@ -87,7 +87,7 @@ template <Weight W>
 class Due {
  public:
   Due() = default;  // of nothing
-  // sums: [row tile][high, low][16, 16]; x: `count` rows, of which the record has the values; totals: [rows, 16]
+  // sums: [row tile][high, low][16, 16]; x: the record's share of `count` rows; totals: [rows, 16]
   Due(const uint8_t* record, const float* sums, const ScaledRows& x, float* totals, int64_t count)
       : sums_(sums), totals_(totals), left_(count), x_scale_(x.scale), x_sums_(x.sums), scale_pitch_(x.scale_pitch),
         sums_pitch_(x.sums_pitch) {
@@ -144,7 +144,7 @@ class Due {
   const int16_t* x_sums_ = nullptr;
   int64_t scale_pitch_ = 0, sums_pitch_ = 0;
   F16 scale_ = zero(), least_ = zero();
-  Sums minima_[4];  // of pairs of groups
+  Sums minima_[4] = {};  // of pairs of groups
 };
 
 #define PENSTOCK_HIGH_DOT(c, a, b)     \
@@ -179,7 +179,8 @@ class RecordSums {
     for (int64_t i = 0; i < records_; i++)
       for (int64_t p = 0; p < count; p++) {
         const uint8_t* record = w.data + p * panel_bytes(a_) + i * w.record_bytes;
-        one(record, count == 1 ? w.record_bytes : panel_bytes(a_), i, totals_ + p * panel_sums_);
+        const int64_t next = p + 1 < count ? panel_bytes(a_) : w.record_bytes - p * panel_bytes(a_);
+        one(record, next, i, totals_ + p * panel_sums_);
       }
     due_.all();
     for (int64_t p = 0; p < count; p++)

@@ -135,3 +135,10 @@ static inline void configure_tiles(int row_bytes, int rows = 16) {
 #define TILE_DOT_UNSIGNED(c, a, b) _tile_dpbsud(c, a, b)  // b's bytes are unsigned
 
 #endif
+
+// Of integers, or of bfloat16.
+#define TILE_DOT_OF(ints, c, a, b) \
+  if constexpr (ints)              \
+    TILE_DOT_BYTES(c, a, b);       \
+  else                             \
+    TILE_DOT(c, a, b)

@@ -43,6 +43,7 @@ constexpr float kRaise = 0x1p23f;
 // Byte J of each word of a line: an unsigned code and kRaise, or what it stands for.
 template <Weight W, int J>
 static inline F16 take(const uint8_t* line, F16) {
+  static_assert(bits_of(W) == 8, "words.h has codes of 4 bits");
   const __m512i v = _mm512_loadu_si512(line);
   if constexpr (is_integer(W)) {
     const __m512i raise = _mm512_castps_si512(_mm512_set1_ps(kRaise));

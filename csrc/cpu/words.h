@@ -1,10 +1,9 @@
 // Codes of 4 bits, looked up in a table: AVX-512.
 //
-// A line has eight of each column, in the half bytes of a word of 32 bits (integers.h). Two lookups read a
-// code where it lies: one by the lower end of the word, for a float; one by the lower end of its upper half,
-// for the upper half of a float, which is all that bfloat16 has, or both halves at once. Zero points are
-// taken off the codes themselves, all of a line at once, and so many values looked up that any difference
-// is one of them.
+// A line has eight of each column, in the half bytes of a word of 32 bits (integers.h). Lookups read the
+// lower end of the word, for a float, or that of its upper half, for the upper half of a float, which is all
+// that bfloat16 has, or both. Zero points, of at most 16, are taken off the codes themselves, all of a line
+// at once, and so many values looked up that any difference is one of them.
 #pragma once
 
 #include "kquants.h"
@@ -85,7 +84,7 @@ class Words {
   const Panel& w_;
   __m512 floats_[2];  // integers from −16 on; or the table, twice
   __m512i words_;     // the same as bfloat16
-  __m512i above_ = _mm512_setzero_si512();
+  __m512i above_ = _mm512_setzero_si512();  // 16 less the zero point, in each byte
 };
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -52,6 +52,12 @@ def test_help(penstock: Run, command: str) -> None:
     assert "Usage:" in result.stdout
 
 
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "penstock", "--version"]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert done.stdout.strip() == f"penstock {package.__version__}"
+
+
 def test_help_needs_nothing_heavy() -> None:
     """What makes `--help` quick, told by its imports: seconds depend on what else is running."""
     code = (

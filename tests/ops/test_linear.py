@@ -491,6 +491,29 @@ def test_groups_longer_than_a_block(row_codes: int, bits: int, groups: int, rows
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("group", [64, 96, 128, 160, 256])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("row_codes", [0, 1])
+@pytest.mark.usefixtures("isa")
+def test_groups_of_many_rows(group: int, bits: int, row_codes: int) -> None:
+    """As few rows have them, in groups of any number of tiles, several blocks of them."""
+    n, k, rows = 80, 15 * group, 130
+    draw = torch.Generator().manual_seed(group)
+    shape = (n // 16, k * bits // 32, 16, 4)
+    weight = torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)
+    if bits == 8:
+        weight = weight.view(torch.int8)
+    scale = torch.rand(n // 16, k // group, 16, generator=draw) / k
+    x = activations("w8a16", rows, k)
+
+    def product(first: int, last: int) -> Tensor:
+        return ops.linear(x[first:last], weight, scale, None, None, n, row_codes)
+
+    together = product(0, rows)
+    for first, last in [(0, 1), (31, 33), (112, 130), (60, 126)]:
+        assert torch.equal(product(first, last), together[first:last])
+
+
 def test_a_panel_cut_short_is_refused() -> None:
     x, weight = activations("bfloat16", 5, 48), torch.zeros(1, 24, 16, 2, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="a panel of 48 values of K, which must be a multiple"):

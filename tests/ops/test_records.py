@@ -146,9 +146,10 @@ def test_the_largest_sums_fit(bits: int) -> None:
     for at in HALVES[bits]:
         raw[..., at : at + 2] = torch.tensor([1.0]).half().view(torch.uint8)
     for sign in (1.0, -1.0):
-        x = torch.full((5, 512), sign).bfloat16()
+        x = torch.full((20, 512), sign).bfloat16()
         got = product(x, codes, BLOCKS)
-        assert torch.equal(got, by_integers(x[:1].float(), codes).expand(5, -1))
+        assert torch.equal(got, by_integers(x[:1].float(), codes).expand(20, -1))
+        assert torch.equal(product(x[:5], codes, BLOCKS), got[:5])
 
 
 @pytest.mark.parametrize("bits", [0, *KINDS])
@@ -161,6 +162,38 @@ def test_rows_by_themselves_and_together(bits: int) -> None:
         assert torch.equal(product(x[first:last], codes, BLOCKS), together[first:last])
     for some in range(4, 26):
         assert torch.equal(product(x[:some], codes, BLOCKS), together[:some])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bits", [0, *KINDS])
+@pytest.mark.usefixtures("isa")
+@needs_native
+def test_more_panels_than_tiles_take_together(bits: int, gated: bool) -> None:
+    """Of 24 tiles of rows, 21 panels."""
+    n, seeds = 200 if gated else 400, count(2)
+    parts = [matrix(bits, n, 2, seed=next(seeds)) for _ in range(1 + gated)]
+    packed = format_of(parts[0].scheme).pack_codes(Codes.stack(parts), gated)["weight"]
+    x = rows(370, 512)
+
+    def some(first: int, last: int) -> Tensor:
+        return ops.linear(
+            x[first:last],
+            packed,
+            None,
+            None,
+            None,
+            n,
+            BLOCKS,
+            None,
+            0.0,
+            int(gated),
+            gated,
+            torch.float32,
+        )
+
+    together = some(0, 370)
+    for first, last in [(0, 1), (30, 34), (352, 370)]:
+        assert torch.equal(some(first, last), together[first:last])
 
 
 @needs_native

@@ -210,15 +210,16 @@ def report_linear() -> list[tuple[str, str, str]]:
     int8 = "vpdpbusd" if _vectors() == "avx512" else "vpmaddubsw, vpmaddwd"
     tiles = _has_tiles()
     few, many = fma, "tdpbf16ps" if tiles else fma
-    float32, looked_up = f"widened to float32, {fma}", f"looked up by vpermps, {fma}"
+    look = "looked up by vpermps, vpermw" if _vectors() == "avx512" else "looked up by vpermps"
+    float32, looked_up = f"widened to float32, {fma}", f"{look}, {fma}"
     widened, levels = float32, looked_up
     wide, k_quants = "widened to bfloat16", ("q4_k", "q5_k", "q6_k", "mixed_k")
     if tiles:
-        widened, levels = f"widened to bfloat16, {many}", f"looked up by vpermps, {many}"
+        widened, levels = f"widened to bfloat16, {many}", f"{look}, {many}"
     elif native.isa == "avx512-bf16":
         few = many = "vdpbf16ps"
         float32 = widened = f"widened to bfloat16, {many}"
-        looked_up = levels = f"looked up by vpermps, {many}"
+        looked_up = levels = f"{look}, {many}"
     return [
         ("float32", fma, fma),
         ("bfloat16", few, many),
@@ -231,7 +232,7 @@ def report_linear() -> list[tuple[str, str, str]]:
         (
             ", ".join(f"{kind}-a8" for kind in k_quants),
             int8,
-            "made two int8, tdpbssd (from 9 rows)" if tiles else int8,
+            "made two bytes, tdpbsud, tdpbssd (from 8 rows)" if tiles else int8,
         ),
     ]
 
