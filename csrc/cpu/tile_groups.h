@@ -82,8 +82,10 @@ class GroupSums {
         continue;
       }
       if constexpr (kWidens)
-        for (int64_t i = 0; i < count; i++)
-          for (int64_t g = groups.first; g < groups.last; g++) widen(i, g, groups.first);
+        for (int64_t i = 0; i < count; i++) {
+          Source source(w_[i]);
+          for (int64_t g = groups.first; g < groups.last; g++) widen(source, i, g, groups.first);
+        }
       for (int64_t m = tiles_.first; m < tiles_.last; m++) {
         if (count == 2 && steps_ > 1 && m + 1 < tiles_.last) {
           float* totals = totals_ + (m - tiles_.first) / 2 * 4 * kSums;
@@ -107,6 +109,7 @@ class GroupSums {
       How == Taken::ints || How == Taken::zeroed ? Sum::of_rows : Sum::floats;
   static constexpr bool kWidens = bits_of(W) == 4 || !kInts;
   static constexpr int64_t kLag = 2;
+  using Source = std::conditional_t<kInts, const Panel, Values<W>>;  // of widened values
 
   // Group g of panel i, the `g − first`th of those that lie there. Where panels stream, all lie in one place,
   // which a single row tile goes round in: what L1 holds.
@@ -117,13 +120,14 @@ class GroupSums {
   [[gnu::always_inline]] const unsigned char* codes(int64_t i, int64_t g, int64_t first) const {
     return kWidens ? place(i, g, 0) : w_[i].data + (first + g) * bytes_;
   }
-  [[gnu::always_inline]] void widen(int64_t i, int64_t g, int64_t first) const {
+  // source: of panel i, whose tables it makes only once.
+  [[gnu::always_inline]] void widen([[maybe_unused]] Source& source, int64_t i, int64_t g, int64_t first) const {
     unsigned char* out = place(i, g, first);
     const int64_t from = g * group_, to = from + group_;
     if constexpr (kInts)
       unpack_int8(w_[i], from, to, reinterpret_cast<int8_t*>(out));
     else
-      unpack_values<W>(w_[i], from, to, reinterpret_cast<bf16*>(out));
+      unpack_values(source, w_[i], from, to, reinterpret_cast<bf16*>(out));
   }
 
   // totals of row tile m and panel i += the groups' sums · scales, one after the other. Widens: two groups
@@ -211,14 +215,16 @@ class GroupSums {
     const int64_t row_bytes = x_.row_bytes, pitch = x_.pitch;
     const unsigned char* rows = x_.tile(m, groups.first * steps);
     float* const ring = ring_;
+    [[maybe_unused]] std::conditional_t<Widens, Source, const Panel> source(w);
     if constexpr (Widens)
-      for (int64_t g = 0; g < std::min(kLag, count); g++) widen(i, groups.first + g, groups.first);
+      for (int64_t g = 0; g < std::min(kLag, count); g++) widen(source, i, groups.first + g, groups.first);
     F16 total[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
       total[r] = groups.first == 0 ? zero() : load(totals + r * kColumns);
     const auto step = [&]<int T>(int64_t g) __attribute__((always_inline)) {
-      if (Widens && g + kLag < count) widen(i, groups.first + g + kLag, groups.first);
+      if constexpr (Widens)
+        if (g + kLag < count) widen(source, i, groups.first + g + kLag, groups.first);
       const int64_t done = groups.first + g - 2 * kLag;  // the group that is added up, if `adds`
       const bool adds = g >= 2 * kLag && g < count + 2 * kLag;
       const F16 scale = adds ? w.scales(done) : zero();

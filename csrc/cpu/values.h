@@ -286,10 +286,9 @@ template <int R, Weight W, typename X>
 }
 
 template <Weight W, typename T>
-static inline void unpack_values(const Panel& w, int64_t first, int64_t last, T* out) {
+static inline void unpack_values(Values<W>& values, const Panel& w, int64_t first, int64_t last, T* out) {
   constexpr int64_t step = Values<W>::per_line;
   const uint8_t* line = w.data + first / step * 64;
-  Values<W> values(w);
   for (int64_t k = first; k < last; k += step, line += 64, out += step * kColumns) {
     if (k == first || k % w.group == 0) values.group(k / w.group);
     values.line(k);
@@ -319,7 +318,10 @@ template <typename T>
 static inline void unpack_bf16(Weight kind, const Panel& w, int64_t first, int64_t last, T* out) {
   if (has_records(kind))
     return with_records(kind, w.data, [&]<Weight W>() { unpack_records<W>(w, first, last, out); });
-  with_kind(kind, [&]<Weight W>() { unpack_values<W>(w, first, last, out); });
+  with_kind(kind, [&]<Weight W>() {
+    Values<W> values(w);
+    unpack_values(values, w, first, last, out);
+  });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

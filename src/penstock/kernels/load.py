@@ -220,12 +220,14 @@ def report_linear() -> list[tuple[str, str, str]]:
         few = many = "vdpbf16ps"
         float32 = widened = f"widened to bfloat16, {many}"
         looked_up = levels = f"{look}, {many}"
+    by_table = looked_up, levels
     return [
         ("float32", fma, fma),
         ("bfloat16", few, many),
-        ("w8a16, w4a16", float32, widened),
+        ("w8a16", float32, widened),
+        ("w4a16", *(by_table if _vectors() == "avx512" else (float32, widened))),
         ("fp8, fp8-w8a8, fp8-e5m2", float32, widened),
-        ("nf4, mxfp4, nvfp4", looked_up, levels),
+        ("nf4, mxfp4, nvfp4", *by_table),
         ("w8a8", int8, "tdpbssd" if tiles else int8),
         ("w4a8", int8, "widened to int8, tdpbssd (from 9 rows)" if tiles else int8),
         (", ".join(f"{kind}-a16" for kind in k_quants), f"{wide}, {few}", f"{wide}, {many}"),
