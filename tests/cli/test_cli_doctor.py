@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -24,7 +26,7 @@ from penstock.cli.diagnosis import Kernels, diagnose
 from penstock.cli.examined import examine
 from penstock.config import KvCacheDtype
 from penstock.errors import KernelError, get_extra
-from penstock.hardware import Gpu, GpuPeaks, Hardware, Peaks, detect, detect_gpu
+from penstock.hardware import Gpu, GpuPeaks, Hardware, Peaks, detect, detect_gpu, save_peaks
 from penstock.kernels import native, report_cache, report_linear
 from penstock.kernels.triton import launchers
 from penstock.models.hub import NAMED
@@ -40,7 +42,8 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     found = json.loads(result.stdout)
     assert set(found) == {
         "versions", "hardware", "load", "threads", "affinity", "machine_cores", "waiting",
-        "cpu_quota", "kernels", "peaks", "gpu", "models", "extras", "environment", "warnings",
+        "cpu_quota", "kernels", "peaks", "now", "gpu", "models", "extras", "environment",
+        "warnings",
     }  # fmt: skip
     assert found["hardware"]["processor"] == detect().processor
     assert found["peaks"]["read_bytes_per_s"] == known_peaks.read_bytes_per_s
@@ -54,6 +57,22 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     assert found["machine_cores"] == os.cpu_count()
     assert found["extras"]["hub"]["get"] == get_extra("hub")
     assert [model["name"] for model in found["models"]] == list(NAMED)
+
+
+def test_less_than_was_kept_is_told_and_more_is_kept(
+    penstock: Run, known_peaks: Peaks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another guest's work shows in no counter of this system."""
+    for factor, warned in ((0.5, True), (0.9, False), (1.5, False), (0.9, True)):
+        now = replace(known_peaks, read_bytes_per_s=factor * known_peaks.read_bytes_per_s)
+        module = importlib.import_module("penstock.roofline.peaks")
+        monkeypatch.setattr(module, "measure", lambda hardware, *, repeats, now=now: now)
+        found = json.loads(penstock("doctor", "--json").stdout)
+        assert found["now"]["read_bytes_per_s"] == now.read_bytes_per_s
+        assert any("memory" in told and "GB/s" in told for told in found["warnings"]) == warned
+    assert found["peaks"]["read_bytes_per_s"] == 1.5 * known_peaks.read_bytes_per_s
+    assert found["peaks"]["fma_flops"] == known_peaks.fma_flops
+    save_peaks(detect(), known_peaks, "native" if native.handle else "reference")
 
 
 GPU = Gpu("NVIDIA H200", 0, (9, 0), 132, 139 << 30, 100 << 30, 60 << 20, "580.1", "13.0")

@@ -91,6 +91,7 @@ class Diagnosis:
     cpu_quota: float | None  # cores that the container may use; None: no limit
     kernels: Kernels
     peaks: Peaks | None
+    now: Peaks | None  # what there is of those at this moment; None where nothing was kept before
     gpu: GpuFound
     models: list[Embedded]
     extras: dict[str, bool]
@@ -113,7 +114,7 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
     environment = _environment()
     threads, quota = torch.get_num_threads(), cpu_quota()
     machine_cores = os.cpu_count() or hardware.cores
-    found, trouble = _peaks(calibrate)
+    found, now, trouble = _peaks(calibrate)
     gpu, gpu_trouble = _gpu(calibrate)
     warnings = [
         *_processor_warnings(hardware, threads, quota, load, machine_cores),
@@ -138,6 +139,7 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
         cpu_quota=quota,
         kernels=kernels,
         peaks=found,
+        now=now,
         gpu=gpu,
         models=_models(),
         extras={name: _is_there(module) for name, (module, _) in EXTRAS.items()},
@@ -146,15 +148,41 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
     )
 
 
-def _peaks(calibrate: bool) -> tuple[Peaks | None, list[str]]:
-    from penstock.roofline import peaks
+def _peaks(calibrate: bool) -> tuple[Peaks | None, Peaks | None, list[str]]:
+    """The best that was ever measured, what there is now where that was before, and faults."""
+    from penstock.roofline import kept_peaks, peaks, peaks_now
 
     try:
-        return peaks(calibrate=calibrate), []
+        before = None if calibrate else kept_peaks()
+        found, now = peaks(calibrate=calibrate), None
+        if before is not None and found == before:
+            now, found = peaks_now(found)
+        return found, now, [] if now is None else _now_warnings(found, now)
     except KernelError as error:
-        return None, [f"The peaks couldn't be measured. {error}"]
+        return None, None, [f"The peaks couldn't be measured. {error}"]
     except OSError as error:
-        return None, [f"The measured peaks couldn't be kept: {error}. Set PENSTOCK_CACHE."]
+        return None, None, [f"The measured peaks couldn't be kept: {error}. Set PENSTOCK_CACHE."]
+
+
+def _now_warnings(peaks: Peaks, now: Peaks) -> list[str]:
+    """A third less than there was."""
+    pairs = (
+        ("memory", "GB/s", 1e9, now.read_bytes_per_s, peaks.read_bytes_per_s),
+        ("bfloat16", "TFLOP/s", 1e12, now.bfloat16_flops, peaks.bfloat16_flops),
+        ("float32", "TFLOP/s", 1e12, now.fma_flops, peaks.fma_flops),
+    )
+    low = [
+        f"{name} {is_now / unit:.2f} of {was / unit:.2f} {label}"
+        for name, label, unit, is_now, was in pairs
+        if is_now < 2 / 3 * was
+    ]
+    if not low:
+        return []
+    return [
+        f"At this moment there is less than was measured before: {', '.join(low)}. Other programs, "
+        "or other guests of a shared machine, use the same cores and memory; what is measured "
+        "meanwhile is lower by as much."
+    ]
 
 
 def _gpu(calibrate: bool) -> tuple[GpuFound, list[str]]:

@@ -12,7 +12,7 @@ from penstock.roofline.gpu_peaks import (
     peaks_on,
 )
 from penstock.roofline.ledger import CAUSES, Ledger, StepRecord, Totals
-from penstock.roofline.peaks import kept_peaks, measure, peaks
+from penstock.roofline.peaks import kept_peaks, measure, peaks, peaks_now
 
 __all__ = [
     "CAUSES",
@@ -37,6 +37,7 @@ __all__ = [
     "measure_on",
     "op_floor",
     "peaks",
+    "peaks_now",
     "peaks_on",
     "total",
 ]

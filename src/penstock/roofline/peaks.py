@@ -22,6 +22,9 @@ BUFFER_BYTES = 1 << 30
 """Far beyond any last-level cache, of which the large ones read as slowly as memory anyway."""
 
 
+_RATES = ("read_bytes_per_s", "fma_flops", "tile_flops", "int8_ops", "int4_ops", "dot_flops")
+
+
 def measure(hardware: Hardware | None = None, *, repeats: int = 5) -> Peaks:
     """Measure read bandwidth and matrix peaks, each the best of `repeats` passes.
 
@@ -92,13 +95,7 @@ def kept_peaks() -> Peaks | None:
 def _best(one: Peaks, other: Peaks) -> Peaks:
     """What was reached in either of two measurements."""
     return replace(
-        other,
-        read_bytes_per_s=max(one.read_bytes_per_s, other.read_bytes_per_s),
-        fma_flops=max(one.fma_flops, other.fma_flops),
-        tile_flops=max(one.tile_flops, other.tile_flops),
-        int8_ops=max(one.int8_ops, other.int8_ops),
-        int4_ops=max(one.int4_ops, other.int4_ops),
-        dot_flops=max(one.dot_flops, other.dot_flops),
+        other, **{name: max(getattr(one, name), getattr(other, name)) for name in _RATES}
     )
 
 
@@ -128,6 +125,21 @@ def peaks(*, calibrate: bool = False) -> Peaks:
         return _measured_now(hardware, None if calibrate else now)
 
 
+def peaks_now(kept: Peaks) -> tuple[Peaks, Peaks]:
+    """What the machine gives at this moment, and the better of that and `kept`, kept from now on.
+
+    Less than was kept: others use the same memory and cores, which no counter of this system shows
+    where they are other guests of a shared machine. More: they did when it was measured.
+    """
+    hardware = detect()
+    now = measure(hardware, repeats=2)
+    if all(getattr(now, name) <= getattr(kept, name) for name in _RATES):
+        return now, kept
+    best = _best(kept, now)
+    _keep(hardware, best)
+    return now, best
+
+
 def _measured_now(hardware: Hardware, kept: Peaks | None) -> Peaks:
     """Kept from now on, as the best of both where there were some."""
     measured = measure(hardware)
@@ -139,8 +151,12 @@ def _measured_now(hardware: Hardware, kept: Peaks | None) -> Peaks:
         )
     if kept is not None:
         measured = _best(kept, measured)
+    _keep(hardware, measured)
+    return measured
+
+
+def _keep(hardware: Hardware, found: Peaks) -> None:
     try:
-        save_peaks(hardware, measured, _kernels())
+        save_peaks(hardware, found, _kernels())
     except OSError as error:
         logger.warning("The measured peaks can't be kept: %s. Set PENSTOCK_CACHE.", error)
-    return measured
