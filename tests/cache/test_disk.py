@@ -316,7 +316,7 @@ def test_it_ends_with_its_owner(tmp_path: Path) -> None:
 def test_folders_that_cant_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match=r"prefix_cache_dir=.* can't be written to"):
-        DiskStore(tmp_path / "file", "model", [torch.zeros(2, 4)], 1)
+        DiskStore(tmp_path / "file", "model", [torch.zeros(2, 4)], 1 << 20)
 
 
 def test_digests_tell_all_apart() -> None:

@@ -292,6 +292,27 @@ def test_all_yield_to_one_that_needs_everything() -> None:
     cache.end(started[1])
 
 
+@pytest.mark.parametrize("shorter", [0, 2, 4])
+def test_a_pin_yields_whose_end_is_still_held(shorter: int) -> None:
+    """A window lets go of a running prompt's first blocks, which only the pin keeps then.
+
+    A shorter pin on them gives nothing before the longer one is gone, and that one nothing itself.
+    """
+    cache = Cache(blocks=10)
+    prompt = [1, 2, 3, 4, 5, 6, 0]
+    cache.ask(prompt, pin=shorter)
+    started = cache.start(prompt, pin=6)
+    assert started is not None
+    cache.pool.release(reversed(started[1][:2]))
+    assert cache.pool.num_available == 8
+    other = cache.start(list(range(100, 116)))
+    assert other is not None and cache.pins.stats()["pins"] == 0
+    assert cache.pool.num_available == 0
+    cache.end(other[1])
+    cache.end(started[1][2:])
+    assert cache.pool.num_used == 0
+
+
 def test_expired_pins_go_before_those_in_force() -> None:
     cache = Cache(blocks=10)
     cache.ask([1] * 3, pin=2, ttl=100)

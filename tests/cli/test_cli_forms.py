@@ -129,6 +129,7 @@ def test_a_search(penstock: Run, base_model: Path, llm: LLM) -> None:
         (("--length-penalty", 2), "give --beam-width too"),
         (("--beam-width", 2, "--top-p", 0.5), "top_p has no effect on a search"),
         (("--beam-width", 2, "--token-healing"), "token_healing has no effect on a search"),
+        (("--beam-width", 2, "--speculative-config", '{"method": "ngram"}'), "guesses for beams"),
         (("--beam-width", 2, "--n", 3), "n is 3"),
         (("--beam-width", 0), "beam_width is 0"),
         (("--guidance-scale", -1), "guidance_scale is -1"),

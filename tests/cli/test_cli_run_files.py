@@ -293,3 +293,14 @@ def test_files_that_cant_be(
 ) -> None:
     result = penstock("run", engine, *options)
     assert result.exit_code == 1 and words in result.stderr
+
+
+def test_an_empty_path_names_nothing(penstock: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    """A variable that isn't set: it would be the folder that the program runs in."""
+    monkeypatch.chdir(tmp_path)
+    result = penstock("generate", "-p", "x", "--prefix-cache-dir", "")
+    assert result.exit_code == 2 and "--prefix-cache-dir" in result.stderr
+    for option, other in (("--input", "--output"), ("--output", "--input")):
+        result = penstock("run", "stories", option, "", other, "-")
+        assert result.exit_code == 1 and f"{option} is empty" in result.stderr
+    assert not list(tmp_path.iterdir())

@@ -36,6 +36,7 @@ def test_levels_that_nothing_keeps(penstock: Run) -> None:
 
 def test_what_is_refused(penstock: Run) -> None:
     for arguments, says in (
+        (["--goodput", ""], "--goodput is empty: say chat, voice or limits such as ttft:500"),
         (["--goodput", "ttfs:3"], "isn't one of chat, voice, ttft:MS, tpot:MS, itl:MS, e2el:MS"),
         (["--input-len", 9000], "9000 tokens in the cache and 128 to generate are 9128"),
         (["nowhere/at/all"], "nowhere/at/all"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock import LLM
 from penstock.engine import Engine, Pin, PoolingParams, RequestOptions
 from penstock.errors import RequestError
 from penstock.sampling import SamplingParams
@@ -180,6 +181,17 @@ def test_one_that_needs_the_whole_cache_gets_it() -> None:
     assert engine.stats()["pinned_blocks"] == 8
     output = run_one(engine, prompt(40, 5), SamplingParams(temperature=0.0, max_tokens=None))
     assert len(output.outputs[0].token_ids) == 24 and output.metrics.preemptions == 0
+
+
+def test_a_pin_yields_under_a_window() -> None:
+    """The embedded model's: the first blocks of the pinned prompt are passed by while it runs."""
+    llm = LLM(max_attention_window=64, num_blocks=12, max_num_batched_tokens=64, max_num_seqs=8)
+    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    prompts = [[5 + i % 50 for i in range(106)], *([10 + i] * 40 for i in range(4))]
+    options = [RequestOptions(pins=(Pin(96),)), *[None] * 4]
+    pinned = [x.outputs[0].token_ids for x in llm.generate(prompts, params, options=options)]
+    assert llm.stats()["used_blocks"] == 0
+    assert [x.outputs[0].token_ids for x in llm.generate(prompts, params)] == pinned
 
 
 def test_reset_drops_pins() -> None:

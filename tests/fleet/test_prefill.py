@@ -37,7 +37,9 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Running]:
-    model = ModelConfig("stories", "stories", options=SMALL, prefill=1, prefill_from=500)
+    model = ModelConfig(
+        "stories", "stories", options=SMALL, prefill=1, prefill_from=500, prefill_space=0.5
+    )
     with running(FleetConfig((model,), front())) as fleet:
         fleet.until(lambda x: x["state"] == "ready")
         yield fleet

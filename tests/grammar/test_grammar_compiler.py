@@ -528,46 +528,6 @@ def test_what_a_reduced_vocabulary_cant_begin_is_refused(
     grammars.compile(StructuredOutputs(regex="[{}]+"))  # another way is left
 
 
-NUMBERS: dict[str, tuple[Any, str]] = {
-    "const": ({"const": 1234567890123456789}, "at #/const: the number 1234567890123456789 can't"),
-    "within": ({"properties": {"a": {"enum": [{"b": [2**53 + 1]}]}}}, "at #/properties/a/enum"),
-    "lowest": ({"const": -(2**63)}, "at #/const"),  # which ended the process
-    "low": ({"type": "integer", "enum": [-1e30]}, "at #/enum"),
-    "bound": ({"minimum": -1e31, "maximum": -1e30}, "at #/maximum: the bound -1e\\+30 is beyond"),
-    "too near": (
-        {"type": "integer", "minimum": 1234567890123456789, "maximum": 1234567890123456799},
-        "at #/minimum: from 1234567890123456789 to 1234567890123456799 lies no number",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_that_cant_be_held_are_refused(
-    name: str, grammars_of: Callable[[str], Grammars]
-) -> None:
-    schema, message = NUMBERS[name]
-    with pytest.raises(InvalidSamplingError, match=message):
-        grammars_of("gpt2").compile(StructuredOutputs(json=schema))
-    lark = StructuredOutputs(grammar=f'start: a\na: %json {{"const": {-(2**63)}}}\n')
-    with pytest.raises(InvalidSamplingError, match="at line 2: the number -9223372036854775808 is"):
-        grammars_of("gpt2").compile(lark)
-
-
-@pytest.mark.parametrize("kind", ["integer", "number"])
-def test_bounds_beyond_floats_are_kept(kind: str, grammars_of: Callable[[str], Grammars]) -> None:
-    schema = {"type": kind, "minimum": 2**53 + 1, "maximum": 1234567890123999999}
-    for value, follows in (
-        (2**53, False), (2**53 + 1, False), (2**53 + 2, True), (1234567890123400000, True),
-        (1234567890124000000, False),
-    ):  # fmt: skip
-        spec = StructuredOutputs(json=schema)
-        assert written(grammars_of("gpt2"), spec, str(value)) == follows, value
-    wide = StructuredOutputs(json={"type": kind, "minimum": -(2**63), "maximum": 2**63 - 1})
-    assert written(grammars_of("gpt2"), wide, "-5")
-    exact = StructuredOutputs(json={"enum": [10**22, 2**53]})
-    assert written(grammars_of("gpt2"), exact, str(10**22))
-
-
 def test_a_key_isnt_spelt_as_another_one(grammars_of: Callable[[str], Grammars]) -> None:
     schema = {"properties": {"a": {"type": "string"}}, "required": ["a"], "type": "object"}
     spec = StructuredOutputs(json=schema)

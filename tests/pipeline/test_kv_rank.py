@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -230,6 +231,21 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert told["weights"] < told["weights_before"] and 0 < told["divergence"] < 1
     assert json.loads((found / "config.json").read_text())["kv_rank"] == 48
     return found
+
+
+def test_layers_of_such_a_model_can_go(folder: Path, text: Path, tmp_path: Path) -> None:
+    short = PruneOptions(
+        calib=(text,), layers=2, num_samples=8, window=64, held_out=2, trial_windows=2
+    )
+    found = prune_model(folder, tmp_path / "x", short)
+    gone = {one.layer for one in found.layers}
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "x" / "model.safetensors")
+    left = [i for i in range(8) if i not in gone]
+    for new, old in enumerate(left):
+        assert torch.equal(after[f"kv_bases.{new}"], before[f"kv_bases.{old}"])
+    assert f"kv_bases.{len(left)}" not in after
+    assert LLM(tmp_path / "x").generate("Once", SamplingParams(max_tokens=4))
 
 
 PROMPTS = ["Once upon a time", "A dog and a cat went to the", "The"]

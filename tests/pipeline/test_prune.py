@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,21 @@ def test_training_brings_it_nearer(tiny: Make) -> None:
     after = probe.compare(Probe(Parts.of(Overlay(pruned, trained)), TEXT))
     assert losses[0] == pytest.approx(before, rel=0.3)
     assert len(losses) == 30 and after < 0.5 * before
+
+
+def test_training_that_diverges_writes_nothing(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a checkpoint of NaN, which nothing loads."""
+    loss, steps = qat._loss, iter((1.0, math.inf))
+    monkeypatch.setattr(qat, "_loss", lambda *given: loss(*given) * next(steps))
+    wild = PruneOptions(
+        calib=(text,), layers=1, num_samples=8, window=64, held_out=2, trial_windows=2,
+        steps=3, batch=2, learning_rate=1.0,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"diverged: after 1 of 3 steps.*rate, which is 1\."):
+        prune_model("stories", tmp_path / "x", wild)
+    assert not (tmp_path / "x").exists()
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────

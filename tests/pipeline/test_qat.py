@@ -63,6 +63,18 @@ def test_training_takes_off_what_rounding_costs(
     )
 
 
+def test_the_last_step_may_diverge_too(
+    tiny: Callable[[str], Tiny], text: CalibrationSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(self: torch.optim.AdamW) -> None:
+        for group in self.param_groups:
+            group["params"][-1].data.fill_(torch.inf)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(ConfigError, match="diverged: after 1 of 1 steps"):
+        train(tiny("llama").folder, W4, text, QatOptions(steps=1, batch=2))
+
+
 def test_what_it_is_not_built_for(tiny: Callable[[str], Tiny], text: CalibrationSet) -> None:
     for family, lacking in (("gemma2", "norms after a block"), ("mistral", "sliding windows")):
         with pytest.raises(UnsupportedModelError, match=lacking):
@@ -76,6 +88,7 @@ def test_what_it_is_not_built_for(tiny: Callable[[str], Tiny], text: Calibration
     for wrong, words in (
         ({"distillation": 2.0}, "distillation=2"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"learning_rate": 1e9}, "1 at most"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         ({"seed": -1}, "seed=-1"),
     ):

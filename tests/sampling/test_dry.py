@@ -80,9 +80,8 @@ def test_it_is_taken_off_the_logits():
     logits = torch.zeros(2, 8)
     logits[:, 4] = 3.0  # what would go on with the repetition
     logits[:, 5] = 2.9
-    rows = [
-        sequence(8, prompt=text, temperature=0.0, dry_multiplier=m, dry_base=2.0) for m in (1.0, 0)
-    ]
+    dry = {"dry_multiplier": 1.0, "dry_base": 2.0}
+    rows = [sequence(8, prompt=text, temperature=0.0, **more) for more in (dry, {})]
     assert chosen(logits, rows) == [5, 4]
     repeated = sequence(8, prompt=text[:4], output=text[4:], temperature=0.0, dry_multiplier=1.0)
     assert chosen(logits[:1], [repeated]) == [5]

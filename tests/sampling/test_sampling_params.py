@@ -115,6 +115,32 @@ def test_an_unknown_argument_names_the_nearest(name, hint):
     assert hint in str(caught.value)
 
 
+SWITCHED = {
+    "xtc_threshold": ("xtc_probability", 0.3, 0.5),
+    "dynatemp_exponent": ("dynatemp_range", 2.0, 0.5),
+    "mirostat_tau": ("mirostat", 3.0, 2),
+    "mirostat_eta": ("mirostat", 0.3, 1),
+    "dry_base": ("dry_multiplier", 2.0, 0.8),
+    "dry_allowed_length": ("dry_multiplier", 3, 0.8),
+    "dry_penalty_last_n": ("dry_multiplier", 64, 0.8),
+    "dry_sequence_breakers": ("dry_multiplier", ["."], 0.8),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_what_only_a_sampler_looks_at_that_is_off(name):
+    switch, value, on = SWITCHED[name]
+    with pytest.raises(
+        InvalidSamplingError, match=f"^{name} is .* but {switch} is 0.*Set {switch}"
+    ):
+        SamplingParams(**{name: value})
+    usual = getattr(SamplingParams(), name)
+    SamplingParams(**{name: usual})  # clients that send everything
+    both = SamplingParams(**{name: value, switch: on})
+    assert getattr(both.over(**{switch: 0}), name) == usual
+    assert getattr(both.over(temperature=0.5), name) != usual
+
+
 def test_from_kwargs_is_the_constructor():
     assert SamplingParams.from_kwargs(n=2, top_k=5) == SamplingParams(n=2, top_k=5)
 

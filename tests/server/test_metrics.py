@@ -352,8 +352,9 @@ def test_how_requests_end(server: Running, moved: dict[str, float]) -> None:
         )
         assert wrong.status_code == 400
     ends = {reason: moved[f"vllm:request_success_total{{finished_reason={reason}}}"]
-            for reason in ("length", "stop", "abort", "error")}  # fmt: skip
-    assert ends == {"length": 1, "stop": 1, "abort": 1, "error": 1}
+            for reason in ("length", "stop", "abort", "error", "refused")}  # fmt: skip
+    assert ends == {"length": 1, "stop": 1, "abort": 1, "error": 0, "refused": 0}
+    assert moved["penstock:request_rejections_total{reason=invalid}"] == 2
 
 
 def test_the_floor_is_told_where_peaks_are_known(

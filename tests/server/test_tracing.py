@@ -114,7 +114,7 @@ def test_what_fails_is_marked(server: Running, spans: list[ReadableSpan]) -> Non
     assert wrong.status_code == 400
     (span,) = spans
     assert span.status.status_code is StatusCode.ERROR
-    assert (span.attributes or {})["penstock.outcome"] == "error"
+    assert (span.attributes or {})["penstock.outcome"] == "refused"
     assert "gen_ai.usage.completion_tokens" not in (span.attributes or {})
 
 

@@ -56,11 +56,17 @@ class DiskStore:
     def __init__(self, folder: Path, model: str, rows: Sequence[torch.Tensor], limit: int) -> None:
         """model: digest of all that decides what blocks hold. rows: the cache, `block_rows`.
 
-        Raises ConfigError for a folder that can't be written to.
+        Raises ConfigError for a folder that can't be written to, or a limit below a block.
         """
         self._rows = rows
+        size = sum(row[0].nbytes for row in rows)
+        if limit < size + _HEAD.size:
+            raise ConfigError(
+                f"prefix_cache_disk_space is {limit:,} bytes, and a block takes "
+                f"{size + _HEAD.size:,}: none would be kept. Give it more, as GiB."
+            )
         try:
-            self.files = Files(folder / model, sum(row[0].nbytes for row in rows), limit)
+            self.files = Files(folder / model, size, limit)
         except OSError as error:
             raise ConfigError(
                 f"prefix_cache_dir={str(folder)!r} can't be written to: {error.strerror}. Choose "

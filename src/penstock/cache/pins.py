@@ -63,6 +63,10 @@ class PinnablePool(BlockPool):
         """Whether one pin is all that keeps `block` from being idle."""
         return block in self._resting and self._pins[block] == 1
 
+    def is_resting(self, block: int) -> bool:
+        """Whether nothing but pins keeps `block`."""
+        return block in self._resting
+
     def states(self) -> bytes:
         """As in BlockPool, and 4 for a block that only pins keep."""
         found = bytearray(super().states())
@@ -209,22 +213,28 @@ class Pins:
                 self._drop(pin)
 
     def _yield(self, short: int) -> None:
-        """Blocks are needed: drop what has expired, and then pins until `short` became idle."""
+        """Blocks are needed: drop what has expired, and then pins until `short` became idle.
+
+        First those of which a block becomes idle by it. Where a window has let go of the first
+        blocks of a prompt that still runs, such a pin may come to that only after another, longer
+        one that gives nothing itself: then all that keep something are dropped, in their order.
+        """
         pool = self._pool
         left = pool.num_resting - short
         self.expire()
-        self._drop_until(lambda: pool.num_resting <= left, pool.is_spare)
+        for gives in (pool.is_spare, pool.is_resting):
+            self._drop_until(lambda: pool.num_resting <= left, gives)
 
     def _drop_until(self, enough: Callable[[], bool], gives: Callable[[int], bool]) -> None:
-        """Drop pins whose last block `gives` something, the longest unused first.
+        """Drop pins with a block that `gives` something, the longest unused first.
 
-        A pin gives nothing while somebody, or a longer pin, has its last block, and so all that
-        come before. The longer one stands first in the order: one pass finds all there is.
+        Of two within each other the longer one stands first in the order: one pass finds all
+        there is where the shorter one gives only after it.
         """
         for pin in list(self._pins.values()):
             if enough():
                 return
-            if gives(pin.last.block):
+            if any(gives(node.block) for node in reversed(pin.path)):
                 self._drop(pin)
 
     def _drop(self, pin: _Pin) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.options import given
+from penstock.cli.options import given, to_path
 
 _PANEL = "Cache"
 
@@ -15,6 +15,7 @@ PrefixCacheDir = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
+        parser=to_path,
         help="Keep what the prefix cache holds in this folder as well, beyond the process's end.",
         rich_help_panel=_PANEL,
     ),

@@ -41,7 +41,7 @@ from penstock.cli.options import (
     sampling,
 )
 from penstock.cli.stats import DraftStats, RunStats, machine_peaks, metrics
-from penstock.errors import InvalidSamplingError, PenstockError, RequestError
+from penstock.errors import ConfigError, InvalidSamplingError, PenstockError, RequestError
 
 if TYPE_CHECKING:
     from penstock.bench.meter import Meter
@@ -89,6 +89,11 @@ def generate(
     beams = search.params(chosen)
     if beams is None:
         sampling(**chosen)
+    elif loaded.speculative_config is not None:
+        raise ConfigError(
+            "--speculative-config has no effect on a search: nothing guesses for beams. Leave out "
+            "it, or --beam-width."
+        )
     meter = _engine(model, loaded)
     options = loaded.wishes(meter.runtime, expected)
     params = beams or _defaults(meter).over(**chosen)

@@ -188,6 +188,15 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def to_path(text: str) -> Path:
+    """For options whose path must be named: of an empty text, say of a variable that isn't set,
+    typer makes the folder that the program runs in.
+    """
+    if not text:
+        raise typer.BadParameter("it is empty, and must name a file or a folder.")
+    return Path(text)
+
+
 def given(**arguments: Any) -> dict[str, Any]:
     """The arguments that were given: those that aren't None."""
     return {name: value for name, value in arguments.items() if value is not None}

@@ -160,6 +160,9 @@ def _check_options(max_tokens: int | None, names: tuple[str, ...]) -> None:
 def _check_files(input_file: str, output_file: str, force: bool, resume: bool) -> None:
     if force and resume:
         raise ConfigError("--force writes a new output and --resume goes on with one: choose.")
+    for option, name in (("--input", input_file), ("--output", output_file)):
+        if not name:
+            raise ConfigError(f"{option} is empty: give a file, or - for what is piped.")
     for name, stream, what in (
         (input_file, sys.stdin, "stdin"),
         (output_file, sys.stdout, "stdout"),

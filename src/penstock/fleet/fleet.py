@@ -90,7 +90,7 @@ class Fleet:
         fields = {"model": model.name, "folder": str(self._exchange.path), "gib": round(space, 2)}
         logger.info("prompts are handed over", extra={"fields": fields})
         more = (f"{DISK_DIR}={self._exchange.of(model.name)}", f"{DISK_SPACE}={space:.6f}")
-        return replace(model, options=(*model.options, *more))
+        return replace(model, options=(*model.options, *more), prefill_space=None)
 
     def forget_prompts(self) -> None:
         """Those on their way from one instance to another, too."""

@@ -2,14 +2,15 @@
 
 Beyond 2⁵³ not every integer is a float, so a constant would be written as another one, and a bound
 lie elsewhere. Below −2⁶³ the library's integers end, and with them the process: it negates the
-lowest one for ever.
+lowest one for ever. It takes a fraction with more than 15 digits for the integer beside it, and an
+integer that is excluded for one that isn't, where the other bound is less than 1 away.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any, Final
 
 from penstock.grammar.refusal import Refusal
@@ -19,6 +20,9 @@ EXACT: Final = 1 << 53
 
 MOST: Final = (1 << 63) - 1024
 """The largest float that is an integer of 64 bits."""
+
+DIGITS: Final = 15
+"""Of a bound with a fraction."""
 
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
@@ -36,18 +40,48 @@ def settle(schema: dict[str, Any]) -> None:
                     "every integer can be told from the next. Make it a text",
                     f"/{key}",
                 )
-    given = {key: schema[key] for key in (*_LOW, *_HIGH) if _is_number(schema.get(key))}
+    given = _bounds(schema)
     for key, value in given.items():
         schema[key] = _moved(key, value, _kinds(schema))
-    for low in _LOW:
-        for high in _HIGH:
-            if low in given and high in given and given[low] <= given[high]:
-                if schema[low] > schema[high]:
-                    raise Refusal(
-                        f"from {given[low]} to {given[high]} lies no number that can be told from "
-                        f"those beyond: from {EXACT:,} on not every integer can",
-                        f"/{low}",
-                    )
+    for side, exclusive in (_LOW, _HIGH):
+        if exclusive in given and not _is_whole(_kinds(schema)):
+            _include(schema, side, exclusive)
+    from_, to = _ends(given)
+    low, high = _ends(_bounds(schema))
+    if low > high and from_ <= to:
+        raise Refusal(
+            f"between {from_} and {to} lies no number that can be told from those beyond: of "
+            f"fractions {DIGITS} digits count, and from {EXACT:,} on not every integer is kept",
+            f"/{next(key for key in given if key in _LOW)}",
+        )
+
+
+def _bounds(schema: dict[str, Any]) -> dict[str, float]:
+    return {key: schema[key] for key in (*_LOW, *_HIGH) if _is_number(schema.get(key))}
+
+
+def _ends(bounds: dict[str, float]) -> tuple[float, float]:
+    """The innermost low bound and high bound; infinity where there is none."""
+    low = max((bounds[key] for key in _LOW if key in bounds), default=-math.inf)
+    return low, min((bounds[key] for key in _HIGH if key in bounds), default=math.inf)
+
+
+def _include(schema: dict[str, Any], side: str, exclusive: str) -> None:
+    """An integer that is excluded: the next number of DIGITS digits bounds instead."""
+    value = schema[exclusive]
+    places = DIGITS - _whole_digits(Decimal(value))
+    if value != int(value) or places < 1:
+        return
+    step = Decimal(1).scaleb(-places)
+    inner = max if side in _LOW else min
+    near = float(Decimal(value) + (step if side in _LOW else -step))
+    schema[side] = inner(near, schema[side]) if _is_number(schema.get(side)) else near
+    del schema[exclusive]
+
+
+def _whole_digits(value: Decimal) -> int:
+    """Before the point."""
+    return max(value.adjusted() + 1, 0)
 
 
 def check_lowest(document: Any) -> None:
@@ -79,6 +113,10 @@ def _kinds(schema: dict[str, Any]) -> list[Any]:
     return kinds if isinstance(kinds, list) else [kinds]
 
 
+def _is_whole(kinds: list[Any]) -> bool:
+    return "integer" in kinds and "number" not in kinds
+
+
 def _is_kept(value: float) -> bool:
     """Whether the library writes an integer as it is."""
     if not isinstance(value, int) or abs(value) <= EXACT:
@@ -92,21 +130,26 @@ def _is_kept(value: float) -> bool:
 
 def _moved(key: str, value: float, kinds: list[Any]) -> float:
     """A bound, or the next number within it."""
-    whole = "integer" in kinds and "number" not in kinds
+    whole = _is_whole(kinds)
     if (key in _HIGH and value < -MOST) or (whole and key in _LOW and value > MOST):
         raise Refusal(f"the bound {value!r:.60} is beyond ±{MOST:,}", f"/{key}")
-    if abs(value) <= EXACT:
-        return value
     exact = Decimal(repr(value))
+    if abs(value) <= EXACT:
+        if whole:
+            return value
+        places = max(DIGITS - _whole_digits(exact), 0)
+        inward = ROUND_CEILING if key in _LOW else ROUND_FLOOR
+        kept = exact.quantize(Decimal(1).scaleb(-places), inward)
+        return value if kept == exact else float(kept)
     try:
         near = float(value)
     except OverflowError as error:
         raise Refusal("the bound is larger than any float", f"/{key}") from error
     if whole:
         near = max(-MOST, min(MOST, near))
-    inward = math.inf if key in _LOW else -math.inf
+    towards = math.inf if key in _LOW else -math.inf
     while not _within(near, exact, key in _LOW):
-        near = math.nextafter(near, inward)
+        near = math.nextafter(near, towards)
     return int(near) if abs(near) <= MOST else near
 
 

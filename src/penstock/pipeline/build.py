@@ -456,7 +456,8 @@ def parse_profile(text: str) -> tuple[int, int, int]:
     parts = text.split(",")
     if len(parts) != 3 or not all(re.fullmatch(r"\s*\d{1,9}\s*", part) for part in parts):
         raise ConfigError(
-            f"profile={text[:80]!r} must be three numbers of tokens, MIN,OPT,MAX: 1,512,2048."
+            f"profile={text[:80]!r} must be three numbers of tokens of up to nine digits, "
+            "MIN,OPT,MAX: 1,512,2048."
         )
     low, usual, most = (int(part) for part in parts)
     return (low, usual, most)

@@ -50,10 +50,10 @@ class QatOptions:
     seed: int = 0  # of the order of windows
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch < 1 or not 0 < self.learning_rate < math.inf:
+        if self.steps < 1 or self.batch < 1 or not 0 < self.learning_rate <= 1:
             raise ConfigError(
                 f"steps={self.steps}, batch={self.batch}, learning_rate={self.learning_rate}: "
-                "each is above 0, and finite."
+                "each is above 0, and the rate, by which AdamW moves every weight, 1 at most."
             )
         if not 0 <= self.weight_decay < math.inf or not 0 <= self.seed < 1 << 63:
             raise ConfigError(
@@ -298,6 +298,7 @@ def _fit(
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * share
         loss = _loss(model(batch, rounded), teacher, batch, options)
+        _check_finite(loss, step, options)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         optimizer.step()
@@ -305,6 +306,18 @@ def _fit(
             kept.note(step + 1, last=step + 1 == options.steps)
         if report is not None:
             report(step + 1, options.steps, float(loss.detach()))
+    for weight in model.parameters():
+        _check_finite(weight, options.steps, options)
+
+
+def _check_finite(found: Tensor, done: int, options: QatOptions) -> None:
+    """Raises ConfigError where a loss or a weight isn't a number, or is infinite."""
+    if not bool(found.detach().isfinite().all()):
+        raise ConfigError(
+            f"The training diverged: after {done} of {options.steps} steps what it computes is NaN "
+            f"or infinite. Nothing was written. Lower the learning rate, which is "
+            f"{options.learning_rate:g}."
+        )
 
 
 def _batches(text: CalibrationSet, options: QatOptions) -> Iterator[Tensor]:

@@ -40,6 +40,14 @@ CUTS: Final = {
     "eta_cutoff": 0.0, "top_n_sigma": 0.0, "xtc_probability": 0.0,
 }  # fmt: skip
 """What drops tokens, and the value that drops none: not beside mirostat, which does it itself."""
+
+SWITCHES: Final = {
+    "xtc_threshold": "xtc_probability", "dynatemp_exponent": "dynatemp_range",
+    "mirostat_tau": "mirostat", "mirostat_eta": "mirostat", "dry_base": "dry_multiplier",
+    "dry_allowed_length": "dry_multiplier", "dry_penalty_last_n": "dry_multiplier",
+    "dry_sequence_breakers": "dry_multiplier",
+}  # fmt: skip
+"""What nothing looks at unless another parameter isn't 0."""
 _SEEDS: Final = 2**64
 
 
@@ -119,9 +127,13 @@ class SamplingParams(Checked):
     def over(self, /, **chosen: Any) -> SamplingParams:
         """These parameters with the chosen ones over them.
 
-        Cuts that only stand here give way to a chosen mirostat, which takes their place.
+        Cuts that only stand here give way to a chosen mirostat, which takes their place, and what
+        only a sampler looks at that is switched off goes with it.
         """
-        way = CUTS if chosen.get("mirostat") else {}
+        way: dict[str, Any] = dict(CUTS) if chosen.get("mirostat") else {}
+        for name, switch in SWITCHES.items():
+            if chosen.get(switch, True) == 0:
+                way[name] = self.__dataclass_fields__[name].default
         return replace(self, **{**way, **chosen})
 
     @property
@@ -281,6 +293,13 @@ class SamplingParams(Checked):
                 f"mirostat is {self.mirostat} and {used[0]} {getattr(self, used[0])}, but mirostat "
                 f"decides by itself what is dropped. Leave out {' and '.join(used)}, or mirostat."
             )
+        for name, switch in SWITCHES.items():
+            value = getattr(self, name)
+            if not getattr(self, switch) and value != self.__dataclass_fields__[name].default:
+                raise InvalidSamplingError(
+                    f"{name} is {value!r} but {switch} is {getattr(self, switch)}, so that "
+                    f"nothing looks at it. Set {switch}, or leave {name} out."
+                )
         if self.xtc_probability and self.xtc_threshold > 0.5:
             raise InvalidSamplingError(
                 f"xtc_threshold is {self.xtc_threshold}: two tokens can't both be likelier than "

@@ -181,9 +181,11 @@ class Metrics:
         self._engine.stepped()
 
     def ended(self, work: Work, last: RequestOutput | None, outcome: str) -> None:
-        """Count a request that the engine was asked for."""
+        """Count a request that the engine was asked for; one that it refused is a rejection."""
+        if outcome == "refused":
+            return
         self._outcomes.labels(self._name, ENGINE, outcome).inc()
-        if last is None and outcome == "error":  # the engine didn't take it
+        if last is None and outcome in ("error", "timeout"):  # the engine didn't take it
             return
         self._prompt_sizes.observe(len(work.prompt.tokens))
         if last is None:

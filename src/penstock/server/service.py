@@ -83,10 +83,17 @@ class _End:
         return 0 if self.last is None else sum(len(x.token_ids) for x in self.last.outputs)
 
 
+def _of_failure(failure: ApiError) -> str:
+    """`error` is the server's; a request that can't be met is refused."""
+    if failure.status >= 500:
+        return "error"
+    return {408: "timeout", 499: "abort"}.get(failure.status, "refused")
+
+
 def _outcome(last: RequestOutput | None, failure: ApiError | None) -> str:
     """Of a generating request; without an end or an error, its client has left."""
     if failure is not None:
-        return "error"
+        return _of_failure(failure)
     if last is None or not last.finished:
         return "abort"
     return last.outputs[0].finish_reason or "stop"
@@ -339,7 +346,7 @@ class Service:
                 failure = as_api_error(error, request_id=name)
                 raise failure from error
             finally:
-                end = _End(outcome if failure is None else "error", None, failure)
+                end = _End(outcome if failure is None else _of_failure(failure), None, failure)
                 self._account(ticket, name, work, end)
 
         pairs = list(zip(ticket.names, works, strict=True))

@@ -134,7 +134,7 @@ class OpenTelemetryTracer:
                 "penstock.floor_ratio": metrics.achieved,
             }
             span.set_attributes({k: v for k, v in facts.items() if v is not None})
-        if outcome == "error":
+        if outcome in ("error", "refused", "timeout"):
             span.set_status(Status(StatusCode.ERROR))
         span.end()
 

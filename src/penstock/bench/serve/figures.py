@@ -54,6 +54,11 @@ def parse_goodput(
                 f"milliseconds.{nearest(word, NAMED_GOODPUTS)}"
             )
         levels[name] = limit_ms / 1e3
+    if words and not levels:
+        raise ConfigError(
+            f"--goodput is empty: say {', '.join(NAMED_GOODPUTS)} or limits such as "
+            f"{metrics[0]}:500."
+        )
     return levels
 
 

@@ -16,7 +16,7 @@ from penstock.models.registry import spec_of
 from penstock.pipeline.parts import Parts
 from penstock.quant import Codes
 
-_LAYER = re.compile(r"(^|\.)(\d+)(?=\.)")
+_LAYER = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 """A tensor's layer: the first number in its name."""
 
 _BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
