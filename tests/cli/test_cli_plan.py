@@ -23,12 +23,13 @@ Run = Callable[..., Result]
 H200 = ("--device", "cuda", "--bandwidth", 4800, "--tflops", 790)
 
 ENGINE = """
-import sys
+import json, sys
 from penstock import LLM, SamplingParams
 from penstock.hardware import resident_bytes
-llm = LLM("stories", max_model_len=500, max_num_seqs=48, enable_prefix_caching=False)
-prompts = [{"prompt_token_ids": [7 + i] * 450} for i in range(48)]
-llm.generate(prompts, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
+given, blocks, sequences, prompt, answer = json.loads(sys.argv[1])
+llm = LLM("stories", max_model_len=prompt + answer, max_num_seqs=sequences, num_blocks=blocks, **given)
+prompts = [{"prompt_token_ids": [7 + i] * prompt} for i in range(sequences)]
+llm.generate(prompts, SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True))
 print(resident_bytes())
 """
 
@@ -80,16 +81,26 @@ def test_floors_are_those_of_a_run(penstock: Run, known_peaks: Peaks) -> None:
 
 
 @pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
-def test_memory_is_what_an_engine_has(penstock: Run) -> None:
-    """Within 3%, the process counted: half of it are keys and values here."""
-    command = [sys.executable, "-c", ENGINE]
-    measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+@pytest.mark.parametrize(("given", "sizes", "cache"), [
+    ({}, (48, 450, 50), 48 * 16 * 32 * 4096),
+    ({"kv_cache_dtype": "kivi"}, (64, 900, 100), None),
+    ({"max_attention_window": 128}, (64, 1500, 100), 64 * 9 * 32 * 4096),  # with one to grow into
+])  # fmt: skip
+def test_memory_is_what_an_engine_has(
+    given: dict[str, Any], sizes: tuple[int, int, int], cache: int | None
+) -> None:
+    """Within 3%, the process counted: a third to a half of it are keys and values here."""
     command = [sys.executable, "-c", "from penstock.cli.main import run; run()", "plan", "stories"]
-    command += ["--input-len", "450", "--output-len", "50", "--concurrency", "48", "--json"]
+    for name, size in zip(("concurrency", "input-len", "output-len"), sizes, strict=True):
+        command += [f"--{name}", str(size)]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     planned = json.loads(
-        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        subprocess.run([*command, "--json"], check=True, capture_output=True, text=True).stdout
     )["memory"]
-    assert planned["kv_cache_bytes"] == 48 * 16 * 32 * 4096
+    asked = json.dumps([given, planned["num_blocks"], *sizes])
+    command = [sys.executable, "-c", ENGINE, asked]
+    measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert cache is None or planned["kv_cache_bytes"] == cache
     assert planned["total_bytes"] == pytest.approx(measured, rel=0.03)
 
 

@@ -14,7 +14,7 @@ from penstock.cache.layouts import (
 )
 from penstock.cache.pins import PinnablePool, Pins
 from penstock.cache.prefix_tree import NO_PREFIXES, Node, PrefixTree
-from penstock.cache.recent import RecentBlocks, most_recent_blocks
+from penstock.cache.recent import RecentBlocks, most_recent_blocks, recent_blocks
 from penstock.cache.swap import SwapSpace, SwapStore
 
 __all__ = [
@@ -38,4 +38,5 @@ __all__ = [
     "kv_dtype",
     "kv_name",
     "most_recent_blocks",
+    "recent_blocks",
 ]

@@ -30,10 +30,21 @@ def most_recent_blocks(
     other, leave what they share at once. A step adds the blocks of its tokens, the first of each
     sequence's cut.
     """
-    length = -(-max_model_len // block_size)
-    each = min(-(-(window + KEY_GROUP - 1) // block_size) + 1, length)
-    shared = max_num_seqs // 2 * each
-    return max_num_seqs * (each + 1) + shared + -(-max_num_batched_tokens // block_size)
+    each = _recent_of_one(window, block_size, max_model_len)
+    alone = recent_blocks(window, block_size, max_model_len, max_num_seqs, max_num_batched_tokens)
+    return alone + max_num_seqs + max_num_seqs // 2 * each
+
+
+def recent_blocks(
+    window: int, block_size: int, tokens: int, sequences: int, step_tokens: int
+) -> int:
+    """How many so many sequences of so many tokens fill that share none."""
+    each = _recent_of_one(window, block_size, tokens)
+    return sequences * each + -(-step_tokens // block_size)
+
+
+def _recent_of_one(window: int, block_size: int, tokens: int) -> int:
+    return min(-(-(window + KEY_GROUP - 1) // block_size) + 1, -(-tokens // block_size))
 
 
 class RecentBlocks:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from penstock import ops
-from penstock.cache import PagedLayout
+from penstock.cache import PagedLayout, recent_blocks
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kernels import native
@@ -89,11 +89,20 @@ class Footprint:
         return sequences * held + reading
 
     def cache_bytes(self, sequences: int, tokens: int) -> int:
-        """Of those blocks."""
+        """Of those blocks, as far as the load writes to it.
+
+        Where a window lets go of blocks that are found again, all that there are come in use: those
+        for sequences to grow into (`Planned.num_blocks`), too.
+        """
         layout, states = self.layout, self.layout.states
         if states is not None:  # of those that run; others lie where there is room
             layout = replace(layout, states=replace(states, slots=2 * sequences))
-        return layout.nbytes(self.blocks(sequences, tokens))
+        if window := layout.recent_window:
+            recent = recent_blocks(window, layout.block_size, tokens, sequences, self.step_tokens)
+            layout = replace(layout, max_recent_blocks=min(recent, layout.max_recent_blocks))
+        found_again = self.horizon and self.config.cache.enable_prefix_caching
+        growth = sequences if found_again else 0
+        return layout.nbytes(self.blocks(sequences, tokens) + growth)
 
     def total(self, sequences: int, tokens: int) -> int:
         """Of everything."""
