@@ -130,7 +130,8 @@ def test_each_has_what_it_was_said_to_have(
         layout = CPU.layout(loaded.model.cached_layers, kv_dtype("auto", loaded.dtype), 32)
         assert part.layout == layout
         blocks = part.blocks(SEQUENCES, LENGTH)  # of a window, fewer than of all tokens
-        assert part.cache_bytes(SEQUENCES, LENGTH) == layout.nbytes(blocks)
+        growth = SEQUENCES if part.horizon else 0  # blocks that a window leaves are found again
+        assert part.cache_bytes(SEQUENCES, LENGTH) == layout.nbytes(blocks + growth)
         program = Program(loaded.model, layout.allocate(1))
         tokens = TOKENS if stage is None else largest_part(TOKENS, stages)
         buffers = part.workspace - _scratch(part.described, tokens)
