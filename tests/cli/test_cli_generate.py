@@ -157,6 +157,9 @@ def test_the_checkpoints_own_sampling_is_the_default(
         assert penstock("generate", chat_model, *options).stdout == greedy.stdout
         sampled = penstock("generate", chat_model, *options, "--temperature", 5, "--seed", 1)
         assert sampled.stdout != greedy.stdout
+        suggestion.write_text('{"top_p": 5}')
+        wrong = penstock("generate", chat_model, *options)
+        assert wrong.exit_code == 1 and "generation_config.json can't be followed" in wrong.stderr
     finally:
         suggestion.unlink()
 

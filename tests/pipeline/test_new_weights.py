@@ -310,6 +310,7 @@ def test_what_is_no_adapter_of_the_model(
         ({"quant": "fp8", "layout": "awq"}, "can't express fp8"),
         ({"quant": "w4a16-g128", "layout": "gguf"}, "isn't one of compressed-tensors"),
         ({"quant": "nf4", "layout": "compressed-tensors"}, "can't express nf4"),
+        ({"quant": "w4a8-g32-blocks"}, "w4a8-g32-blocks: no layout of files holds that"),
         ({"quant": "nf4", "head": "w8a16"}, "No layout holds all of the schemes .nf4-g64: bits"),
         ({"quant": "nf4", "special": {"*": "w8a16"}}, "No layout holds all of the schemes"),
         ({"quant": "fp8-w8a8", "head": "fp8-w8a8-tensor", "layout": "fp8"}, "has one scheme"),

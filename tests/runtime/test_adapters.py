@@ -184,6 +184,7 @@ def moved_to(module: str) -> Any:
         (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), WeightsError, "can't be read"),
         (changed(use_dora=True), UnsupportedModelError, "asks for use_dora=True"),
         (changed(r=5), WeightsError, "says rank 5 for"),
+        (changed(r="4"), WeightsError, "says rank '4' for .*, which isn't an integer"),
         (changed(lora_alpha=float("nan")), UnsupportedModelError, "lora_alpha must be a number"),
         (
             tensors(lambda t: t.update({A: torch.full_like(t[A], float("nan"))})),

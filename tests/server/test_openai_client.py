@@ -74,6 +74,19 @@ def test_chat_streams_the_same_text(client: OpenAI) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_usage_in_each_chunk(client: OpenAI) -> None:
+    """As vLLM has it, of a role that has no text yet, too."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    counts = []
+    for chunk in client.chat.completions.create(
+        model="stories", messages=ASK, max_completion_tokens=6, stream=True, stream_options=options
+    ):
+        assert chunk.usage is not None
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+        counts.append(chunk.usage.completion_tokens)
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] <= 6
+
+
 def test_logprobs(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="stories", messages=ASK, max_completion_tokens=6, logprobs=True, top_logprobs=3,

@@ -278,10 +278,18 @@ def check_chat(params: object) -> None:
 
 
 def default_params(generation: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters that `generation_config.json` suggests, vLLM's defaults otherwise."""
+    """Sampling parameters that `generation_config.json` suggests, vLLM's defaults otherwise.
+
+    Raises InvalidSamplingError for values that can't be.
+    """
     chosen = {k: generation[k] for k in SUGGESTED if generation.get(k) is not None}
     if generation.get("do_sample") is False:
         chosen = {k: v for k, v in chosen.items() if k not in CUTS} | {"temperature": 0.0}
     if generation.get("max_new_tokens"):
         chosen["max_tokens"] = generation["max_new_tokens"]
-    return SamplingParams(**chosen)
+    try:
+        return SamplingParams(**chosen)
+    except InvalidSamplingError as error:
+        raise InvalidSamplingError(
+            f"The model's generation_config.json can't be followed: {error} Mend the file."
+        ) from error

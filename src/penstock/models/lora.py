@@ -116,6 +116,10 @@ class LoraFiles:
         self.scale(name)  # that it has one
         module = name.removesuffix(".weight")
         asked = self._pattern("rank_pattern", module, self._config.get("r", a[0]))
+        if isinstance(asked, bool) or not isinstance(asked, int):
+            raise WeightsError(
+                f"{self.folder / ADAPTER} says rank {asked!r} for {module}, which isn't an integer."
+            )
         if asked != a[0]:
             raise WeightsError(
                 f"{self.folder / ADAPTER} says rank {asked} for {module}, but its tensors have "

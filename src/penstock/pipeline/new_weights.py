@@ -300,6 +300,11 @@ def _layout_for(schemes: Sequence[Scheme]) -> str:
     for layout in LAYOUTS:
         if all(layout in layouts for layouts in able.values()):
             return layout
+    if none := [name for name, layouts in able.items() if not layouts]:
+        raise ConfigError(
+            f"{', '.join(none)}: no layout of files holds that. Choose another scheme, or round to "
+            "it when the model is loaded (quantization=, --quantization)."
+        )
     each = "; ".join(f"{name}: {', '.join(layouts)}" for name, layouts in able.items())
     raise ConfigError(f"No layout holds all of the schemes ({each}). Choose those of one layout.")
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from penstock.server.errors import ApiError
 
-MAX_DEPTH = 64  # of lists and objects in each other
+MAX_DEPTH = 256  # of lists and objects in each other: a schema of 100 levels has 200
 # What is read holds everybody up meanwhile, a second for some millions of values. These are far
 # beyond what a request can use, and read in a fraction of one.
 MAX_CONTAINERS = 1 << 16  # lists and objects

@@ -278,9 +278,16 @@ class _Chunks:
     def _first(self, index: int) -> bytes:
         delta: dict[str, Any] = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return event(
-            self._head | {"choices": [choice]} | ({"usage": None} if self._counting else {})
-        )
+        chunk = self._head | {"choices": [choice]}
+        if self._running:
+            chunk["usage"] = self._so_far(0)
+        elif self._counting:
+            chunk["usage"] = None
+        return event(chunk)
+
+    def _so_far(self, made: int) -> dict[str, Any]:
+        prompt = self._work.prompt
+        return usage(len(prompt.tokens), made, spent=prompt.spent)
 
     def _of(self, new: Delta, output: RequestOutput) -> Iterator[bytes]:
         """What is new of a sample."""
@@ -324,8 +331,7 @@ class _Chunks:
             choice["token_ids"] = new.token_ids if first else []
         chunk = self._head | {"choices": [choice]}
         if self._running:
-            prompt = self._work.prompt
-            chunk["usage"] = usage(len(prompt.tokens), made(output), spent=prompt.spent)
+            chunk["usage"] = self._so_far(made(output))
         elif self._counting:
             chunk["usage"] = None
         return event(chunk)
