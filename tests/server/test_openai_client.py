@@ -6,6 +6,7 @@ import asyncio
 import base64
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
