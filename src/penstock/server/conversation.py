@@ -439,7 +439,8 @@ class Prompts:
         if not telling.size or len(ids) <= most:
             return
         count = len(self.tokenizer.encode(telling.shown, add_special_tokens=False))
-        if len(ids) - count <= most and count < len(ids):  # the template wrote all of them
+        count = min(count, len(ids))  # a template may write less of them
+        if len(ids) - count <= most:
             raise ApiError(
                 400,
                 f"The prompt has {len(ids):,} tokens, of which the tools are about {count:,}; only "
