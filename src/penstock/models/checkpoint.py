@@ -177,8 +177,11 @@ class Checkpoint:
         """A tensor, mapped from its file where that is possible."""
         tensor = self.raw(name)
         if tensor.dtype not in _STORED:
+            more = ""
+            if tensor.dtype.itemsize == 1:  # what is known as quantized isn't read here
+                more = " Codes of a quantized matrix need scales beside them: none are there."
             raise WeightsError(
-                f"Tensor {name!r} is {tensor.dtype}; float32, bfloat16 and float16 load."
+                f"Tensor {name!r} is {tensor.dtype}; float32, bfloat16 and float16 load.{more}"
             )
         return tensor
 
