@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.cache import BlockPool, Node, PrefixTree, SwapSpace
+from penstock.cache import BlockPool, PrefixTree, SwapSpace
 from penstock.config import PROMPT_LOGITS, SchedulerConfig
 from penstock.engine.forks import Forks, rows_of
 from penstock.engine.lockstep import hold_back
@@ -22,11 +22,11 @@ from penstock.engine.outputs import PreemptionRecord
 from penstock.engine.plan import Part, Plan, Swap
 from penstock.engine.policy import check_options, policy_of
 from penstock.engine.preemption import Preemption, blocks_grown
+from penstock.engine.prefixes import Prefixes
 from penstock.engine.refusals import Refusals
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.reservations import Reservations, add_drafts, share_of_drafts
 from penstock.engine.rows import Rows
-from penstock.engine.sharing import awaits, filling_beside
 from penstock.engine.states import States
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
@@ -67,7 +67,6 @@ class Scheduler:
         self.waiting = WaitingQueue(self.policy, patience_s)
         self.running: list[Sequence] = []
         self.preemption = preemption
-        self.swapper = Swapper(swap_space, pool, block_size, self._cached)
         longest = horizon.most_blocks(block_size, max_model_len, config.max_num_batched_tokens)
         self.refusals = Refusals(config, pool.num_blocks, block_size, max_model_len, longest)
         width = -(-max_model_len // block_size)
@@ -78,6 +77,8 @@ class Scheduler:
             pool, self.table, block_size, self.running, self.waiting, states
         )
         self.window = Window(pool, self.table, block_size, horizon)
+        self.prefixes = Prefixes(tree, pool, self.table, block_size, self.window, states)
+        self.swapper = Swapper(swap_space, pool, block_size, self.prefixes.cached)
         self.rows = Rows(config.max_num_seqs)
         self._stuck: Sequence | None = None  # lacked blocks in the last step; none were freed since
 
@@ -95,7 +96,7 @@ class Scheduler:
         if request.guides is not None:  # they rank alike
             request.num_uncached = request.guides.num_uncached
         elif self.config.policy == "sjf":
-            request.num_uncached -= len(self._cached(first)) * self.block_size
+            request.num_uncached -= len(self.prefixes.cached(first)) * self.block_size
         self.waiting.add(first, self.clock())
 
     @property
@@ -210,7 +211,9 @@ class Scheduler:
             if sequence is None:
                 break
             rows = rows_of([sequence])
-            waits = self._lacks_logits(sequence, plan) or self._awaits(sequence)
+            waits = self._lacks_logits(sequence, plan) or self.prefixes.awaits(
+                sequence, self.running
+            )
             if rows <= self.rows.num_free and waits:
                 aside.append(self.waiting.set_aside())
                 self.rows.kept += rows
@@ -232,7 +235,7 @@ class Scheduler:
             return self._resume(sequence, plan, limit)
         if self.rows.num_free < rows_of([sequence]):
             return False
-        hit = self._look_up(sequence)
+        hit = self.prefixes.hold(sequence)
         count = self._share(sequence, plan, limit - plan.num_tokens)
         if not (count and self._fits(sequence, count) and self._extend(sequence, count, plan)):
             self._let_go(sequence)
@@ -294,7 +297,7 @@ class Scheduler:
         lower = [s for s in self.running if not s.overdue and self.policy.key(s.request) > key]
         if not lower:
             return False
-        found = self._findable(newcomer)
+        found = self.prefixes.findable(newcomer)
         newcomer.num_computed = len(found) * self.block_size
         count = self._share(newcomer, plan, limit - plan.num_tokens)
         need = self._blocks_for(newcomer.num_computed + count) + len(self.running)
@@ -322,45 +325,10 @@ class Scheduler:
         need = self._blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         return self.pool.num_available >= need + len(self.running)
 
-    def _cached(self, sequence: Sequence) -> list[Node]:
-        """The cached prefix of a sequence; its blocks aren't held yet."""
-        if self.tree is None:
-            return []
-        nodes = self.tree.match(sequence.keys, sequence.request.salt)
-        return nodes if self.states is None else self.states.found(nodes)
-
-    def _findable(self, sequence: Sequence) -> list[Node]:
-        """What of its cached prefix a sequence that is about to start may use."""
-        return [] if sequence.reads_prompt else self._cached(sequence)
-
     def _lacks_logits(self, sequence: Sequence, plan: Plan) -> bool:
         """Whether others of the step read as many of their prompts' logits as can be."""
         limited = self.config.enable_chunked_prefill and sequence.reads_logits
         return limited and plan.num_read >= PROMPT_LOGITS
-
-    def _awaits(self, sequence: Sequence) -> bool:
-        """Whether another is just computing what `sequence` would compute next, or it is read."""
-        if sequence.request.reading:
-            return True
-        size = self.block_size
-        if self.tree is None or sequence.status is Status.SWAPPED or sequence.reads_prompt:
-            return False
-        filling = filling_beside(sequence, self.running, size)
-        if not filling:  # mostly so: nothing is looked up then
-            return False
-        hit = len(self._cached(sequence)) * size
-        if self.states is not None:
-            return self.states.awaits(sequence, hit, filling)
-        return awaits(sequence, hit, size, filling)
-
-    def _look_up(self, sequence: Sequence) -> int:
-        """Hold the cached prefix of a sequence that is about to start; tokens found."""
-        sequence.nodes = self._findable(sequence)
-        sequence.blocks = self.window.found([node.block for node in sequence.nodes])
-        sequence.num_computed = len(sequence.blocks) * self.block_size
-        if self.states is not None:
-            self.states.start(sequence, self.tree)
-        return sequence.num_computed
 
     def _start(self, sequence: Sequence, hit: int) -> None:
         self._run(sequence)
@@ -504,26 +472,7 @@ class Scheduler:
         Whether a block of it has given way to another's that holds the same, or is seen no more.
         """
         sequence.num_computed += count
-        replaced = self.tree is not None and self._make_findable(sequence, self.tree)
+        replaced = self.prefixes.computed(sequence)
         if self.states is not None:
             self.states.computed(sequence)
         return self.window.pass_by(sequence) or replaced
-
-    def _make_findable(self, sequence: Sequence, tree: PrefixTree) -> bool:
-        replaced = False
-        size, nodes = self.block_size, sequence.nodes
-        if (len(nodes) + 1) * size > sequence.num_computed:
-            return False
-        keys = sequence.keys
-        while (len(nodes) + 1) * size <= sequence.num_computed:
-            at = len(nodes)
-            parent = nodes[-1] if nodes else tree.root(sequence.request.salt)
-            node = tree.insert(parent, keys[at * size : (at + 1) * size], sequence.blocks[at])
-            if node.block != sequence.blocks[at]:  # somebody computed the same: hold theirs
-                self.pool.share(node.block)
-                self.pool.release([sequence.blocks[at]])
-                sequence.blocks[at] = node.block
-                self.table[sequence.row, at] = node.block
-                replaced = True
-            nodes.append(node)
-        return replaced
