@@ -69,8 +69,10 @@ def _ends(bounds: dict[str, float]) -> tuple[float, float]:
 def _include(schema: dict[str, Any], side: str, exclusive: str) -> None:
     """An integer that is excluded: the next number of DIGITS digits bounds instead."""
     value = schema[exclusive]
+    if not math.isfinite(value) or value != int(value):
+        return
     places = DIGITS - _whole_digits(Decimal(value))
-    if value != int(value) or places < 1:
+    if places < 1:
         return
     step = Decimal(1).scaleb(-places)
     inner = max if side in _LOW else min
