@@ -306,6 +306,7 @@ def test_a_killed_process_leaves_whole_blocks(made: Any, alone: list[Any], tmp_p
     ("given", "said"),
     [
         ({"enable_prefix_caching": False}, "enable_prefix_caching is off"),
+        ({"kv_cache_dtype": "kivi"}, "kv_cache_dtype='kivi' goes without one"),
         ({"prefix_cache_disk_space": 1e-7}, "is 107 bytes, and a block takes [0-9,]+: none would"),
         ({"prefix_cache_disk_space": 0}, "must be a number of GiB above 0, not 0"),
         ({"prefix_cache_dir": ""}, "must be a folder, not ''"),

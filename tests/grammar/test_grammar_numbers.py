@@ -19,7 +19,7 @@ NUMBERS: dict[str, tuple[Any, str]] = {
     "within": ({"properties": {"a": {"enum": [{"b": [2**53 + 1]}]}}}, "at #/properties/a/enum"),
     "lowest": ({"const": -(2**63)}, "at #/const"),  # which ended the process
     "low": ({"type": "integer", "enum": [-1e30]}, "at #/enum"),
-    "bound": ({"minimum": -1e31, "maximum": -1e30}, r"at #/maximum: the bound -1e\\+30 is beyond"),
+    "bound": ({"minimum": -1e31, "maximum": -1e30}, r"at #/maximum: the bound -1e\+30 is beyond"),
     "too near a fraction": (
         {"minimum": 1e-20, "maximum": 2e-20},
         "at #/minimum: between 1e-20 and 2e-20 lies no number",

@@ -187,6 +187,11 @@ class CacheConfig:
             )
         if not isinstance(folder, str | Path | None) or folder == "":
             raise ConfigError(f"prefix_cache_dir must be a folder, not {folder!r}.")
+        if folder is not None and self.kv_cache_dtype == "kivi":
+            raise ConfigError(
+                "prefix_cache_dir keeps what the prefix cache finds, and kv_cache_dtype='kivi' "
+                "goes without one. Leave one of them out."
+            )
         if folder is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "prefix_cache_dir keeps what the prefix cache finds, and enable_prefix_caching is "
