@@ -1,7 +1,7 @@
 """A conversation of any length: older turns become a summary, which is sent back as an item.
 
-`python examples/long_conversation.py` starts a server of its own; one that runs already needs only
-the second half.
+`python examples/long_conversation.py`, which needs `pip install openai`, starts a server of its
+own; one that runs already needs only the second half.
 """
 
 import socket

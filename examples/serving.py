@@ -1,6 +1,7 @@
 """The official client against a server of its own, streaming: `python examples/serving.py`.
 
-A server that runs already needs only the second half: `OpenAI(base_url="http://…/v1")`.
+It needs `pip install openai`. A server that runs already needs only the second half:
+`OpenAI(base_url="http://…/v1")`.
 """
 
 import socket
