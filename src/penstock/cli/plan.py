@@ -15,7 +15,7 @@ from penstock.cli.device_options import (
     TensorParallelSize,
 )
 from penstock.cli.options import MODEL, Dtype, KvCacheDtype, Model, Quantization, given, grouped
-from penstock.cli.planned import TOKEN_BYTES, Planned, Processes, show
+from penstock.cli.planned import Planned, Processes, noted_bytes, show
 from penstock.cli.reach_options import MaxAttentionWindow, SinkTokenLength, reaching
 from penstock.errors import ConfigError
 
@@ -262,7 +262,7 @@ def _most(parts: Sequence[Footprint], load: Load, room: int) -> int:
 
     def total(sequences: int) -> int:
         of_these = [part.of_more(sequences, sequences * load.input_len) for part in parts]
-        noted = 0 if parts[0].device.is_gpu else TOKEN_BYTES * sequences * load.tokens
+        noted = noted_bytes(parts[0], sequences, load.tokens)
         return total_of(of_these, sequences, load.tokens) + noted
 
     return bisect_right(range(1, load.chunk + 1), room, key=total)

@@ -15,8 +15,13 @@ _CACHED = 256 << 20
 """Bytes beyond which even large caches are no faster than memory."""
 
 
-TOKEN_BYTES = 48
+_TOKEN_BYTES = 48
 """A token of a sequence in Python's lists and in the prefix tree, measured: 39 to 81."""
+
+
+def noted_bytes(found: Footprint, sequences: int, tokens: int) -> int:
+    """What Python has of so many sequences of so many tokens, of the memory that is planned."""
+    return 0 if found.device.is_gpu else _TOKEN_BYTES * sequences * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +99,8 @@ class Planned:
     @property
     def process(self) -> int:
         """Of all, with the load's tokens in the first."""
-        if self.found.device.is_gpu:
-            return self.processes.total
-        return self.processes.total + TOKEN_BYTES * self.load.concurrency * self.load.tokens
+        load = self.load
+        return self.processes.total + noted_bytes(self.found, load.concurrency, load.tokens)
 
     def ranks(self) -> list[dict[str, int]]:
         """Each process's bytes as it shows them itself, what others share counted; none where there

@@ -438,8 +438,8 @@ class Prompts:
         most = self._max_len - source.generates
         if not telling.size or len(ids) <= most:
             return
-        count = len(self.tokenizer.encode(telling.shown, add_special_tokens=False))
-        count = min(count, len(ids))  # a template may write less of them
+        told = self.tokenizer.encode(telling.shown, add_special_tokens=False)
+        count = min(len(told), len(ids))  # a template may write less of them
         if len(ids) - count <= most:
             raise ApiError(
                 400,
