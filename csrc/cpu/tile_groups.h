@@ -49,12 +49,38 @@ template <int Tile>
   if constexpr (Tile == 3) TILE_STORE(3, to, 64);
 }
 
-// Panels of codes W times row tiles.
-template <Weight W, Taken How>
+// Codes that tiles read as they lie.
+struct AsTheyLie {
+  explicit AsTheyLie(const Panel&) {}
+};
+
+// Codes W widened to what tiles read, int8 or bfloat16. Tables are made only once for a panel.
+template <Weight W, bool Ints>
+class Widened {
+ public:
+  [[gnu::always_inline]] explicit Widened(const Panel& w) : panel_(w), source_(w) {}
+  // Values [from, to) of K.
+  [[gnu::always_inline]] void operator()(int64_t from, int64_t to, unsigned char* out) {
+    if constexpr (Ints)
+      unpack_int8(panel_, from, to, reinterpret_cast<int8_t*>(out));
+    else
+      unpack_values(source_, panel_, from, to, reinterpret_cast<bf16*>(out));
+  }
+
+ private:
+  struct None {
+    explicit None(const Panel&) {}
+  };
+  const Panel& panel_;
+  [[no_unique_address]] std::conditional_t<Ints, None, Values<W>> source_;
+};
+
+// Panels times row tiles.
+template <Taken How>
 class GroupSums {
  public:
   GroupSums(const LinearArgs& a, const Packed& x, Range tiles, const Columns& to)
-      : a_(a), x_(x), tiles_(tiles), finish_(a, x, to),
+      : a_(a), x_(x), tiles_(tiles), finish_(a, x, to), widens_(bits_of(a.kind) == 4 || !kInts),
         group_(a.padded_k / a.groups), steps_(x.depth / a.groups), bytes_(steps_ * x.bytes) {
     const int64_t count = tiles.last - tiles.first;
     streams_ = x.row_tiles <= kStreamTiles;
@@ -69,47 +95,55 @@ class GroupSums {
         scratch(Scratch::unpacked, static_cast<size_t>((streams_ ? most_ + 8 : kGroupPanels * most_) * bytes_)));
   }
 
-  // Panels [p, p + count), count ≤ kGroupPanels.
+  // Panels [p, p + count) of codes W, count ≤ kGroupPanels.
+  template <Weight W>
   void run(int64_t p, int64_t count) {
+    using Source = std::conditional_t<bits_of(W) == 4 || !kInts, Widened<W, kInts>, AsTheyLie>;
     for (int64_t i = 0; i < count; i++) w_[i] = quantized_panel(a_, p + i);
     for (int64_t from = 0; from < a_.groups; from += most_) {
       const Range groups = {from, std::min(from + most_, a_.groups)};
       if (streams_) {
         for (int64_t i = 0; i < count; i++) {
-          row_tile<kWidens>(i, tiles_.first, groups);
-          for (int64_t m = tiles_.first + 1; m < tiles_.last; m++) row_tile<false>(i, m, groups);
+          row_tile<Source>(i, tiles_.first, groups);
+          for (int64_t m = tiles_.first + 1; m < tiles_.last; m++) row_tile<AsTheyLie>(i, m, groups);
         }
         continue;
       }
-      if constexpr (kWidens)
-        for (int64_t i = 0; i < count; i++) {
-          Source source(w_[i]);
-          for (int64_t g = groups.first; g < groups.last; g++) widen(source, i, g, groups.first);
-        }
-      for (int64_t m = tiles_.first; m < tiles_.last; m++) {
-        if (count == 2 && steps_ > 1 && m + 1 < tiles_.last) {
-          float* totals = totals_ + (m - tiles_.first) / 2 * 4 * kSums;
-          steps_ == 4 ? sum_four<4>(m, groups, totals) : sum_four<0>(m, groups, totals);
-          m++;
-        } else {
-          for (int64_t i = 0; i < count; i++) row_tile<false>(i, m, groups);
-        }
+      for (int64_t i = 0; i < count; i++) {
+        Source source(w_[i]);
+        for (int64_t g = groups.first; g < groups.last; g++) widen(source, i, g, groups.first);
       }
+      row_tiles(count, groups);
     }
-    for (int64_t m = tiles_.first; m < tiles_.last; m += 2) {
-      finish_.begin(totals_ + (m - tiles_.first) * 2 * kSums, m * kTileRows,
-                    std::min((m + 2) * kTileRows, a_.rows), p, count == 2, 1);
-      finish_.template all<kSum>();
-    }
+    finish(p, count == 2);
   }
 
  private:
   static constexpr bool kInts = are_ints(How);
   static constexpr Sum kSum =
       How == Taken::ints || How == Taken::zeroed ? Sum::of_rows : Sum::floats;
-  static constexpr bool kWidens = bits_of(W) == 4 || !kInts;
   static constexpr int64_t kLag = 2;
-  using Source = std::conditional_t<kInts, const Panel, Values<W>>;  // of widened values
+
+  // All row tiles times `count` panels, whose codes are widened.
+  [[gnu::noinline]] void row_tiles(int64_t count, Range groups) const {
+    for (int64_t m = tiles_.first; m < tiles_.last; m++) {
+      if (count == 2 && steps_ > 1 && m + 1 < tiles_.last) {
+        float* totals = totals_ + (m - tiles_.first) / 2 * 4 * kSums;
+        steps_ == 4 ? sum_four<4>(m, groups, totals) : sum_four<0>(m, groups, totals);
+        m++;
+      } else {
+        for (int64_t i = 0; i < count; i++) row_tile<AsTheyLie>(i, m, groups);
+      }
+    }
+  }
+
+  [[gnu::noinline]] void finish(int64_t p, bool two) {
+    for (int64_t m = tiles_.first; m < tiles_.last; m += 2) {
+      finish_.begin(totals_ + (m - tiles_.first) * 2 * kSums, m * kTileRows,
+                    std::min((m + 2) * kTileRows, a_.rows), p, two, 1);
+      finish_.template all<kSum>();
+    }
+  }
 
   // Group g of panel i, the `g − first`th of those that lie there. Where panels stream, all lie in one place,
   // which a single row tile goes round in: what L1 holds.
@@ -118,31 +152,27 @@ class GroupSums {
   }
   // What tiles read of group g, counted from `first`, of panel i.
   [[gnu::always_inline]] const unsigned char* codes(int64_t i, int64_t g, int64_t first) const {
-    return kWidens ? place(i, g, 0) : w_[i].data + (first + g) * bytes_;
+    return widens_ ? place(i, g, 0) : w_[i].data + (first + g) * bytes_;
   }
-  // source: of panel i, whose tables it makes only once.
-  [[gnu::always_inline]] void widen([[maybe_unused]] Source& source, int64_t i, int64_t g, int64_t first) const {
-    unsigned char* out = place(i, g, first);
-    const int64_t from = g * group_, to = from + group_;
-    if constexpr (kInts)
-      unpack_int8(w_[i], from, to, reinterpret_cast<int8_t*>(out));
-    else
-      unpack_values(source, w_[i], from, to, reinterpret_cast<bf16*>(out));
+  // source: of panel i.
+  template <typename Source>
+  [[gnu::always_inline]] void widen(Source& source, int64_t i, int64_t g, int64_t first) const {
+    if constexpr (!std::is_same_v<Source, AsTheyLie>) source(g * group_, (g + 1) * group_, place(i, g, first));
   }
 
-  // totals of row tile m and panel i += the groups' sums · scales, one after the other. Widens: two groups
-  // ahead of the tiles.
-  template <bool Widens>
+  // totals of row tile m and panel i += the groups' sums · scales, one after the other. What is widened is so
+  // two groups ahead of the tiles.
+  template <typename Source>
   void row_tile(int64_t i, int64_t m, Range groups) const {
     const bool few = x_.tile_rows <= kFewTileRows;
     const int64_t tile = m - tiles_.first;
     float* totals = totals_ + (tile / 2 * 4 + i * 2 + tile % 2) * kSums;
     if (steps_ == 1)
-      few ? sum_up<Widens, kFewTileRows, 1>(i, m, groups, totals)
-          : sum_up<Widens, kTileRows, 1>(i, m, groups, totals);
+      few ? sum_up<Source, kFewTileRows, 1>(i, m, groups, totals)
+          : sum_up<Source, kTileRows, 1>(i, m, groups, totals);
     else
-      few ? sum_up<Widens, kFewTileRows, 0>(i, m, groups, totals)
-          : sum_up<Widens, kTileRows, 0>(i, m, groups, totals);
+      few ? sum_up<Source, kFewTileRows, 0>(i, m, groups, totals)
+          : sum_up<Source, kTileRows, 0>(i, m, groups, totals);
   }
 
   // Two row tiles from m on and two panels, whose groups are of at least two tiles: each tile is read half as
@@ -208,23 +238,21 @@ class GroupSums {
 
   // The first R rows of a tile. Steps: tiles of a group, or 0: as many as it has. Four groups are under way:
   // each tile is stored two groups later, and added up after two more.
-  template <bool Widens, int64_t R, int64_t Steps>
+  template <typename Source, int64_t R, int64_t Steps>
   [[gnu::noinline]] void sum_up(int64_t i, int64_t m, Range groups, float* totals) const {
     const Panel& w = w_[i];
     const int64_t count = groups.last - groups.first, steps = Steps ? Steps : steps_;
     const int64_t row_bytes = x_.row_bytes, pitch = x_.pitch;
     const unsigned char* rows = x_.tile(m, groups.first * steps);
     float* const ring = ring_;
-    [[maybe_unused]] std::conditional_t<Widens, Source, const Panel> source(w);
-    if constexpr (Widens)
-      for (int64_t g = 0; g < std::min(kLag, count); g++) widen(source, i, groups.first + g, groups.first);
+    Source source(w);
+    for (int64_t g = 0; g < std::min(kLag, count); g++) widen(source, i, groups.first + g, groups.first);
     F16 total[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
       total[r] = groups.first == 0 ? zero() : load(totals + r * kColumns);
     const auto step = [&]<int T>(int64_t g) __attribute__((always_inline)) {
-      if constexpr (Widens)
-        if (g + kLag < count) widen(source, i, groups.first + g + kLag, groups.first);
+      if (g + kLag < count) widen(source, i, groups.first + g + kLag, groups.first);
       const int64_t done = groups.first + g - 2 * kLag;  // the group that is added up, if `adds`
       const bool adds = g >= 2 * kLag && g < count + 2 * kLag;
       const F16 scale = adds ? w.scales(done) : zero();
@@ -264,6 +292,7 @@ class GroupSums {
   const Packed& x_;
   Range tiles_;
   Finish finish_;
+  bool widens_;
   int64_t group_, steps_, bytes_;  // of a group: values of K, tiles, bytes of a widened panel
   bool streams_;                   // the first row tile passes as panels are widened
   int64_t most_, mask_;            // groups in a block; of the places of a group
@@ -275,14 +304,12 @@ class GroupSums {
 
 static inline void multiply_groups(const LinearArgs& a, const Packed& x, Range tiles, Range panels,
                                    const Columns& to) {
-  with_kind(a.kind, [&]<Weight W>() {
-    with_taken(taken(a, x), [&]<Taken How>() {
-      constexpr bool ints = are_ints(How);
-      if constexpr (!ints || is_integer(W)) {
-        GroupSums<W, How> sums(a, x, tiles, to);
+  with_taken(taken(a, x), [&]<Taken How>() {
+    GroupSums<How> sums(a, x, tiles, to);
+    with_kind(a.kind, [&]<Weight W>() {
+      if constexpr (!are_ints(How) || is_integer(W))
         for (int64_t p = panels.first; p < panels.last; p += kGroupPanels)
-          sums.run(p, std::min(kGroupPanels, panels.last - p));
-      }
+          sums.template run<W>(p, std::min(kGroupPanels, panels.last - p));
     });
   });
 }

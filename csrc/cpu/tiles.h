@@ -14,25 +14,25 @@ struct SoftTile {
 inline thread_local SoftTile soft_tiles[8];
 inline thread_local int soft_row_bytes;  // of a tile of rows; the weights' has a quarter as many rows
 
-static inline void soft_configure(int row_bytes, int = 16) { soft_row_bytes = row_bytes; }
+[[gnu::noipa]] static inline void soft_configure(int row_bytes, int = 16) { soft_row_bytes = row_bytes; }
 
-static inline void soft_load_rows(int t, const void* p) {
+[[gnu::noipa]] static inline void soft_load_rows(int t, const void* p) {
   for (int m = 0; m < 16; m++)
     __builtin_memcpy(soft_tiles[t].bytes + m * 64,
                      static_cast<const unsigned char*>(p) + m * soft_row_bytes,
                      static_cast<size_t>(soft_row_bytes));
 }
-static inline void soft_load(int t, const void* p, int bytes = 1024) {
+[[gnu::noipa]] static inline void soft_load(int t, const void* p, int bytes = 1024) {
   __builtin_memcpy(soft_tiles[t].bytes, p, static_cast<size_t>(bytes));
 }
-static inline void soft_store(int t, void* p, int64_t stride) {
+[[gnu::noipa]] static inline void soft_store(int t, void* p, int64_t stride) {
   for (int m = 0; m < 16; m++)
     __builtin_memcpy(static_cast<unsigned char*>(p) + m * stride, soft_tiles[t].bytes + m * 64, 64);
 }
-static inline void soft_zero(int t) { __builtin_memset(soft_tiles[t].bytes, 0, 1024); }
+[[gnu::noipa]] static inline void soft_zero(int t) { __builtin_memset(soft_tiles[t].bytes, 0, 1024); }
 
 // Intel SDM, TDPBF16PS: even and odd products apart, from zero, in order; then one addition.
-static inline void soft_dot(int c, int a, int b) {
+[[gnu::noipa]] static inline void soft_dot(int c, int a, int b) {
   for (int m = 0; m < 16; m++) {
     const bf16* row = reinterpret_cast<const bf16*>(soft_tiles[a].bytes + m * 64);
     F16 even = zero(), odd = zero();
@@ -47,7 +47,7 @@ static inline void soft_dot(int c, int a, int b) {
 }
 
 // TDPBSUD: four products of signed and unsigned bytes added to 32 bits.
-static inline void soft_dot_unsigned(int c, int a, int b) {
+[[gnu::noipa]] static inline void soft_dot_unsigned(int c, int a, int b) {
   for (int m = 0; m < 16; m++) {
     int32_t* out = reinterpret_cast<int32_t*>(soft_tiles[c].bytes + m * 64);
     const int8_t* row = reinterpret_cast<const int8_t*>(soft_tiles[a].bytes + m * 64);
@@ -57,7 +57,7 @@ static inline void soft_dot_unsigned(int c, int a, int b) {
 }
 
 // TDPBSSD: four products of signed bytes added to 32 bits.
-static inline void soft_dot_bytes(int c, int a, int b) {
+[[gnu::noipa]] static inline void soft_dot_bytes(int c, int a, int b) {
   for (int m = 0; m < 16; m++) {
     const int8_t* row = reinterpret_cast<const int8_t*>(soft_tiles[a].bytes + m * 64);
     int32_t* out = reinterpret_cast<int32_t*>(soft_tiles[c].bytes + m * 64);
