@@ -39,14 +39,17 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/cpu/*)
 	$(PYTHON) -m venv .venv
 
 .venv/.tools: .venv/bin/python
+	@echo "Installing torch and what compiles the kernels into .venv (some 1 GB in all) ..."
 	$(BIN)/pip install --quiet "torch>=2.11,<2.14" "scikit-build-core>=0.10" cmake ninja
 	touch $@
 
 .venv/.run: .venv/.tools $(SOURCES)
+	@echo "Compiling the C++ kernels: 4 minutes of two cores that are free ..."
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[server]"
 	touch $@
 
 .venv/.dev: .venv/.run
+	@echo "Installing what tests and checks need ..."
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev]"
 	touch $@
 

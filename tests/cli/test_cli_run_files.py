@@ -285,7 +285,7 @@ def test_an_output_stays_as_it_is_where_the_command_is_wrong(
         (("-i", "nowhere.jsonl", "-o", "/dev/null"), "There is no file nowhere.jsonl"),
         (("-i", "nowhere.jsonl", "-o", "-"), "There is no file nowhere.jsonl"),
         (("-i", "-", "-o", "-", "--resume"), "stdout has nothing to overwrite"),
-        (("-i", "-", "-o", "no/where/out.jsonl"), "There is no folder"),
+        (("-i", "-", "-o", "/dev/null/a.jsonl"), "--output /dev/null/a.jsonl can't be written"),
     ],
 )
 def test_files_that_cant_be(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.hardware import AnyPeaks, Compute, Peaks
@@ -64,11 +62,6 @@ class Report:
             "peaks": asdict(self.peaks),
             **self.environment,
         }
-
-    def write(self, file: Path) -> None:
-        """Keep the result as JSON."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def table(self) -> RenderableType:
         """The result for a terminal."""

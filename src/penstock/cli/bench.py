@@ -21,6 +21,7 @@ from penstock.cli.options import (
     Quantization,
     grouped,
 )
+from penstock.cli.outputs import keep_json
 from penstock.cli.reach_options import MaxAttentionWindow, SinkTokenLength, reaching
 
 if TYPE_CHECKING:
@@ -134,6 +135,6 @@ app.command()(structured)
 def _show(report: Report, file: Path | None) -> None:
     from rich.console import Console
 
-    if file is not None:
-        report.write(file)
     Console(highlight=False, soft_wrap=True).print(report.table())
+    if file is not None:
+        keep_json(file, report.as_dict())

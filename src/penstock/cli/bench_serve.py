@@ -12,6 +12,7 @@ import typer
 
 from penstock.bench.serve.options import Backend, Dataset, LongPrompts, Options, PromptForm
 from penstock.cli import console
+from penstock.cli.outputs import checked, keep
 from penstock.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -188,12 +189,17 @@ BlockSize = Annotated[
 ]
 JsonFile = Annotated[
     Path | None,
-    _report("--json", "--save-result", help="Write the figures to this file as JSON."),
+    _report(
+        "--json", "--save-result", callback=checked, help="Write the figures to this file as JSON."
+    ),
 ]
 SaveDetailed = Annotated[
     bool, _report("--save-detailed", help="With every request's times (in --json's file).")
 ]
-HtmlFile = Annotated[Path | None, _report("--html", help="Write a page with charts to this file.")]
+HtmlFile = Annotated[
+    Path | None,
+    _report("--html", callback=checked, help="Write a page with charts to this file."),
+]
 
 
 def serve(
@@ -250,8 +256,6 @@ def serve(
     shown = [_one_of("--percentile-metrics", word.strip(), _METRICS) for word in words]
     if save_detailed and json_file is None:
         raise ConfigError("--save-detailed adds to the file of --json: give one.")
-    for file in (json_file, html_file):
-        _check_writable(file)
 
     from penstock.bench.serve import benchmark
     from penstock.bench.serve.progress import showing
@@ -295,9 +299,9 @@ def _present(
     Console(highlight=False, soft_wrap=True).print(result.table(metrics))
     where = environment(detect())
     if json_file is not None:
-        json_file.write_text(result.as_json(where, detailed=save_detailed), encoding="utf-8")
+        keep(json_file, result.as_json(where, detailed=save_detailed))
     if html_file is not None:
-        html_file.write_text(html_page(result, where), encoding="utf-8")
+        keep(html_file, html_page(result, where))
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
     if not result.figures.completed:
@@ -332,14 +336,3 @@ def _json_object(text: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"--extra-body is {text!r}, not a JSON object.")
     return found
-
-
-def _check_writable(file: Path | None) -> None:
-    """A file that can't be written is told before the work, not after it."""
-    if file is None:
-        return
-    is_new = not file.exists()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.open("a", encoding="utf-8").close()
-    if is_new:
-        file.unlink()

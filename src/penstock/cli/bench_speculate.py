@@ -21,6 +21,7 @@ from penstock.cli.options import (
     grouped,
     speculation,
 )
+from penstock.cli.outputs import checked, keep, keep_json
 from penstock.cli.progress import progress_line
 from penstock.config import SpeculativeConfig
 from penstock.errors import ConfigError, PenstockError, TokenizerError
@@ -77,9 +78,21 @@ Rounds = Annotated[
     int, typer.Option(min=1, help="Runs of each request, in turns with plain ones; medians count.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of sampled requests.")]
+
+
+def _picture(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() != ".svg":
+        raise ConfigError(f"--draw {path} must end in .svg: that is what is drawn.")
+    return checked(option, path)
+
+
 Picture = Annotated[
     Path | None,
-    typer.Option("--draw", help="Draw the draft that the most of came true into this .svg."),
+    typer.Option(
+        "--draw",
+        callback=_picture,
+        help="Draw the draft that the most of came true into this .svg.",
+    ),
 ]
 
 
@@ -112,8 +125,6 @@ def speculate(
     from penstock.bench.speculate import benchmark
     from penstock.bench.speculate.prompts import built_in, read_prompts
 
-    if picture is not None:
-        _check_picture(picture)
     asked = _asked(speculative_config, method, num_speculative_tokens, fixed)
     options = benchmark.Options(
         _drafts(asked, planted, planted_cost), max_tokens, batch_size, temperature, rounds, seed
@@ -142,24 +153,16 @@ def speculate(
         ) from error
     with progress_line() as show:
         result = benchmark.run(config, runtime, workloads, options, show)
-    if json_file is not None:
-        result.write(json_file)
-    if picture is not None:
-        picture.write_text(result.picture(runtime.tokenizer), encoding="utf-8")
     Console(highlight=False, soft_wrap=True).print(result.table())
+    if json_file is not None:
+        keep_json(json_file, result.as_dict())
+    if picture is not None:
+        keep(picture, result.picture(runtime.tokenizer))
     if result.problems:
         raise PenstockError(
             f"Drafts have changed what comes, or failed, {len(result.problems)} times. The first: "
             f"{result.problems[0]}"
         )
-
-
-def _check_picture(path: Path) -> None:
-    """Before anything is run. Raises ConfigError for what couldn't be written."""
-    if path.suffix.lower() != ".svg":
-        raise ConfigError(f"--draw {path} must end in .svg: that is what is drawn.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--draw {path} can't be written: there is no folder {path.parent}.")
 
 
 def _asked(text: str | None, method: str | None, number: int | None, fixed: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from penstock.cli.options import (
     given,
     grouped,
 )
+from penstock.cli.outputs import keep_json
 from penstock.cli.progress import progress_line
 from penstock.errors import ConfigError, PenstockError, nearest
 
@@ -85,9 +86,9 @@ def structured(
     runtime = load(config)
     with progress_line() as show:
         result = benchmark.run(config, runtime, found, schemas, options, show)
-    if json_file is not None:
-        result.write(json_file)
     Console(highlight=False, soft_wrap=True).print(result.table())
+    if json_file is not None:
+        keep_json(json_file, result.as_dict())
     if result.problems:
         raise PenstockError(
             f"{len(result.problems)} outputs aren't what they must be. The first: "

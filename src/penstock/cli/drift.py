@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from penstock.cli import console
 from penstock.cli.loading import load
 from penstock.cli.options import JsonFile
+from penstock.cli.outputs import checked, keep, keep_json
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ def drift(
         bool, typer.Option(help="Measure the residual stream after each layer.")
     ] = True,
     json_file: JsonFile = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a plot to this file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(callback=checked, help="Write a plot to this file.")
+    ] = None,
 ) -> None:
     """Hold B's next-token distributions against A's: KL, agreement, perplexity, error per layer."""
     from penstock.bench.texts import check_window, read_documents
@@ -77,11 +79,11 @@ def drift(
     stride = stride or max(1, window // 2)
     check_window(window, stride)
     found = _compare((one, other), documents, window, stride, worst, layers)
+    _print(found)
     if json_file is not None:
         _write_json(json_file, found)
     if svg is not None:
         _write_svg(svg, found)
-    _print(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +195,14 @@ def _write_json(file: Path, found: _Comparison) -> None:
         "remarks": list(drift.remarks),
         **environment(detect()),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    keep_json(file, whole)
 
 
 def _write_svg(file: Path, found: _Comparison) -> None:
     from penstock.bench.drift_plot import drift_svg
 
-    file.parent.mkdir(parents=True, exist_ok=True)
     title = f"Drift of {found.names[1]} from {found.names[0]}"
-    file.write_text(drift_svg(found.drift, title, found.where), encoding="utf-8")
+    keep(file, drift_svg(found.drift, title, found.where))
 
 
 def _decode(ids: Sequence[int], pieces: Sequence[bytes]) -> str:

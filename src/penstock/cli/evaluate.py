@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from penstock.cli.options import (
     Model,
     Quantization,
 )
+from penstock.cli.outputs import keep_json
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,10 +108,10 @@ def evaluate(
     replies = None
     if talks and dialogues is not None:
         replies = score_dialogues(config, runtime, dialogues.name, talks, max_tokens)
+    _print(runtime, scores, replies, against, reference)
     if json_file is not None:
         about = {"model": str(model), **chosen, "window": window, "stride": stride}
         _write(json_file, about, against or reference_run, scores, replies)
-    _print(runtime, scores, replies, against, reference)
 
 
 def _check_options(
@@ -279,8 +279,7 @@ def _write(
         "dialogues": None if replies is None else replies.as_dict(),
         **environment(detect()),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    keep_json(file, found)
 
 
 def _print(

@@ -37,6 +37,7 @@ from penstock.cli import (
 from penstock.cli import run as batch
 from penstock.cli.ending import Terminated, heeding_sigterm, terminated_first
 from penstock.cli.loading import collect_rarely
+from penstock.cli.whole import import_whole
 from penstock.errors import PenstockError
 
 _LOAD_A_MODEL = ("chat", "eval", "generate", "profile", "run", "serve", "tune")
@@ -75,9 +76,6 @@ class _Program(TyperGroup):
             with terminated_first():
                 return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            if console.is_terminal():
-                typer.echo(err=True)  # below what was being shown
-            console.note("Stopped.")
             asked = isinstance(interrupt, Terminated)
             raise typer.Exit(TERMINATED if asked else INTERRUPTED) from interrupt
         except BrokenPipeError as broken:  # the reader of our output has gone: nothing to add
@@ -121,6 +119,10 @@ class _Program(TyperGroup):
                 raise
             given = sys.argv[1:] if args is None else args
             _usage_error(failure, _unknown_ranks(self, failure, given) or explain())
+        if code in (INTERRUPTED, TERMINATED):  # the former also while arguments are read
+            if console.is_terminal():
+                typer.echo(err=True)  # below what was being shown
+            console.note("Stopped.")
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -215,7 +217,8 @@ app.add_typer(bench.app, name="bench")
 
 
 def run() -> None:
-    """Entry point of the installed command."""
+    """The `penstock` command."""
+    import_whole()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that can't show a character

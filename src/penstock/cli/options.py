@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from penstock.cli.outputs import checked
 from penstock.config import DEFAULT_CHAT_MODEL, DEFAULT_MODEL
 from penstock.errors import ConfigError
 
@@ -157,7 +158,8 @@ TokenizerFrom = Annotated[
     str | None, typer.Option(help="Folder or hub id. Default: the model's own.")
 ]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")
+    Path | None,
+    typer.Option("--json", callback=checked, help="Write the figures to this file as JSON."),
 ]
 
 

@@ -19,6 +19,7 @@ from penstock.cli.options import (
     Quantization,
     grouped,
 )
+from penstock.cli.outputs import checked, keep
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,9 +52,13 @@ def profile(
     json_file: JsonFile = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write a trace to this file, for chrome://tracing or Perfetto."),
+        typer.Option(
+            callback=checked, help="Write a trace to this file, for chrome://tracing or Perfetto."
+        ),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a roofline plot to this file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(callback=checked, help="Write a roofline plot to this file.")
+    ] = None,
 ) -> None:
     """Show where prefill and decode spend their time: a row an operator, with its floor."""
     from rich.console import Console
@@ -94,7 +99,6 @@ def profile(
         **placed.chosen(),
     )
     found = benchmark.run(config, load(config), workload)
-    _write(found, json_file, trace, svg)
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
     for phase in found.phases:
@@ -102,6 +106,7 @@ def profile(
         console.print()
     for line in _remarks(found):
         console.print(line, style="dim", markup=False)
+    _write(found, json_file, trace, svg)
 
 
 def _title(found: Profile) -> str:
@@ -138,8 +143,7 @@ def _write(found: Profile, json_file: Path | None, trace: Path | None, svg: Path
         caption = f"{gpu}, Triton's kernels" if gpu else f"{processor}, {kernels}"
         texts[svg] = roofline_svg(found.peaks, dots, f"Roofline: {_title(found)}", caption)
     for file, text in texts.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        keep(file, text)
 
 
 _WIDTH = 112

@@ -28,6 +28,7 @@ from penstock.cli.options import (
     grouped,
     speculation,
 )
+from penstock.cli.outputs import check_output
 from penstock.cli.reach_options import MaxAttentionWindow, SinkTokenLength, reaching
 from penstock.cli.stats import DraftStats
 from penstock.errors import ConfigError
@@ -176,17 +177,15 @@ def _check_files(input_file: str, output_file: str, force: bool, resume: bool) -
     if output_file == "-":
         if force or resume:
             raise ConfigError("stdout has nothing to overwrite or go on with.")
-    elif Path(output_file).is_dir():
-        raise ConfigError(f"{output_file} is a folder. Give the name of a file.")
-    elif Path(output_file).exists():
+        return
+    check_output("--output", Path(output_file))
+    if Path(output_file).exists():
         if input_file != "-" and Path(output_file).samefile(input_file):
             raise ConfigError(f"{output_file} is the input. Write the answers to another file.")
         if not (force or resume):
             raise ConfigError(
                 f"{output_file} exists. --force overwrites it, --resume answers what it doesn't."
             )
-    elif not Path(output_file).absolute().parent.is_dir():
-        raise ConfigError(f"There is no folder {Path(output_file).absolute().parent} to write in.")
 
 
 def _whole_lines(path: Path) -> str:
@@ -258,6 +257,7 @@ def _writing(name: str, mode: str) -> Iterator[Callable[[dict[str, Any]], None]]
 
     # half a surrogate pair, as an id may have it, becomes the escape that JSON reads as the same
     if name != "-":
+        Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
         file = open(name, mode, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         try:
             yield to(file)

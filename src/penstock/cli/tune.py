@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +18,7 @@ from penstock.cli.options import (
     Quantization,
     grouped,
 )
+from penstock.cli.outputs import keep_json
 
 if TYPE_CHECKING:
     from penstock.bench.tune import Point, Tuned, Workload
@@ -74,10 +74,9 @@ def tune(
     runtime = load(config)
     console.note(_heading(workload))
     found = tune(config, runtime, workload, lambda point: console.note(_line(point)))
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
     _conclude(model, found, workload, placed)
+    if json_file is not None:
+        keep_json(json_file, found.as_dict())
 
 
 def _heading(w: Workload) -> str:

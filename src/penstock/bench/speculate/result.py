@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.bench.report import BEYOND, amount, count, describe_peaks, percent, seconds
@@ -72,11 +70,6 @@ class SpeculateResult:
             "peaks": asdict(self.peaks),
             **self.environment,
         }
-
-    def write(self, file: Path) -> None:
-        """Keep the result as JSON."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def table(self) -> RenderableType:
         """The result for a terminal."""

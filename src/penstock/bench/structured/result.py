@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.bench.report import count, percent, seconds
@@ -54,11 +52,6 @@ class StructuredResult:
             },
             **self.environment,
         }
-
-    def write(self, file: Path) -> None:
-        """Keep the result as JSON."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def table(self) -> RenderableType:
         """The result for a terminal."""
