@@ -236,3 +236,26 @@ def test_digests_are_of_contents(tiny: Callable[[str], Tiny], tmp_path: Path) ->
     config = json.loads((folder / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     assert source_digest(open_source(tmp_path / "a")) != digests[0]
+
+
+def test_ctrl_c_says_how_to_go_on(
+    given: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith("quantizing") and done == 1:
+            raise KeyboardInterrupt
+
+    weights = NewWeights("w4a16-g64", "gptq", calib=(given / "text.txt",), num_samples=4, window=32)
+    output = tmp_path / "out"
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "penstock"]
+
+    with caplog.at_level("WARNING", "penstock"), pytest.raises(KeyboardInterrupt):
+        export_model(given / "model", output, weights=weights, progress=stop)
+    work = f"{output}.work"
+    assert said() == [f"{work} keeps what was done; started again, this goes on."]
+    caplog.clear()
+    with caplog.at_level("WARNING", "penstock"):
+        export_model(given / "model", output, weights=weights)
+    assert said() == [f"1 of 2 layers are taken from {work}, where an earlier start left them."]

@@ -218,6 +218,10 @@ def _talk(conversation: Conversation) -> None:
             _take(conversation, text)
         except PenstockError as error:
             console.error(error)
+        except KeyboardInterrupt:
+            if not text.startswith("/"):  # pressed twice: within a step, of which half is done
+                raise
+            typer.echo(err=True)
 
 
 def _answer_lines(conversation: Conversation) -> None:

@@ -326,8 +326,11 @@ def _loader(config: EngineConfig, modules: dict[str, Path]) -> Callable[[], tupl
         from penstock.engine.lora import load_adapter
         from penstock.runtime.device import device_of
 
-        machine_peaks(device_of(config.model.device).torch)  # so that the engine knows its floor
-        llm = AsyncLLM.of(config)
+        device = device_of(config.model.device).torch
+        if device.type == "cuda":
+            machine_peaks(device)  # while it has memory to measure in
+        llm = AsyncLLM.of(config)  # which refuses what can't be loaded before anything is measured
+        llm.engine.ledger.peaks = machine_peaks(device)  # so that the engine knows its floor
         for name, folder in modules.items():
             load_adapter(llm.runtime, name, folder)
         settle_heap()

@@ -87,8 +87,9 @@ def export_model(
             loaded = load_model(folder, max_model_len=settings["max_model_len"])
             for name, tensor in loaded.model.named_parameters():
                 check_finite(name, tensor)
-        except (OSError, PenstockError) as error:
-            if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
+        except (OSError, PenstockError, KeyboardInterrupt) as error:
+            goes_on = isinstance(error, (OSError, KeyboardInterrupt))
+            if not goes_on and not isinstance(error.__cause__, OSError):
                 shutil.rmtree(work, ignore_errors=True)  # what failed so fails again
             elif work.exists():
                 logger.warning("%s keeps what was done; started again, this goes on.", work)

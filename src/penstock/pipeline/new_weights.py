@@ -214,9 +214,19 @@ class NewWeights:
             ), chosen  # fmt: skip
         report("quantizing", 0, 0)
 
+        resumed = 0
+
         def tell(layer: LayerReport) -> None:
-            if not layer.resumed:  # which takes no time that an estimate could go by
-                report(_of_layer(layer), layer.layer + 1, layer.layers)
+            nonlocal resumed
+            if layer.resumed:  # which takes no time that an estimate could go by
+                resumed += 1
+                return
+            if resumed == layer.layer > 0:
+                logger.warning(
+                    "%d of %d layers are taken from %s, where an earlier start left them.",
+                    resumed, layer.layers, work,
+                )  # fmt: skip
+            report(_of_layer(layer), layer.layer + 1, layer.layers)
 
         layers = work and work / "layers"
         tensors = quantize_model(base, config, text, work=layers, replace=True, progress=tell)

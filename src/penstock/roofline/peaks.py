@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,9 @@ BUFFER_BYTES = 1 << 30
 
 
 _RATES = ("read_bytes_per_s", "fma_flops", "tile_flops", "int8_ops", "int4_ops", "dot_flops")
+
+_measured = threading.Event()
+"""By this process."""
 
 
 def measure(hardware: Hardware | None = None, *, repeats: int = 5) -> Peaks:
@@ -106,8 +110,8 @@ def _kernels() -> str:
 def peaks(*, calibrate: bool = False) -> Peaks:
     """This machine's peaks: kept from an earlier run, else measured now and kept.
 
-    What was measured while the machine was busy is measured again the next time. Processes take
-    turns, and what another has measured meanwhile counts.
+    What was measured while the machine was busy is measured again by the next process. Processes
+    take turns, and what another has measured meanwhile counts.
     calibrate: measure again, for instance because the machine was busy the first time.
     """
     hardware = detect()
@@ -116,7 +120,7 @@ def peaks(*, calibrate: bool = False) -> Peaks:
             f"Only {hardware.available_bytes >> 20} MiB of memory are free; measuring needs 64."
         )
     before = kept_peaks()
-    if before is not None and not (calibrate or before.disturbed):
+    if before is not None and not calibrate and (not before.disturbed or _measured.is_set()):
         return before
     with turn():
         now = kept_peaks()
@@ -146,12 +150,13 @@ def _measured_now(hardware: Hardware, kept: Peaks | None) -> Peaks:
     if measured.disturbed:
         logger.warning(
             "Other programs took %.0f%% of the processors' time while their peaks were measured, "
-            "so shares of the peak come out too high. They are measured again at the next start.",
+            "so shares of the peak come out too high. The next process measures them again.",
             (1 - measured.cpu_share) * 100,
         )
     if kept is not None:
         measured = _best(kept, measured)
     _keep(hardware, measured)
+    _measured.set()
     return measured
 
 
