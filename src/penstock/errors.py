@@ -124,3 +124,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A phrase for an error message: `` Did you mean 'x'?`` or nothing."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def kind_of(value: object) -> str:
+    """A value's type, for an error message: `an int`, `a list`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"

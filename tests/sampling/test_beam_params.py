@@ -49,7 +49,7 @@ def test_defaults_are_vllms_and_transformers():
         ({"n": 5}, r"n is 5; it must be in \[1, 4\]. At most beam_width \(4\)"),
         ({"n": 0}, "n is 0"),
         ({"stop": ""}, r"stop\[0\] is an empty string"),
-        ({"stop": 3}, "stop is 3, a int"),
+        ({"stop": 3}, "stop is 3, an int"),
         (
             {"stop": ["a", "b\udc00"]},
             r"stop\[1\] has the lone surrogate U\+DC00 at character 1 of 2",

@@ -94,7 +94,7 @@ def test_it_is_taken_off_the_logits():
         ({"dry_base": 0.5}, r"dry_base is 0.5; it must be in \[1, 1000\]"),
         ({"dry_allowed_length": 0}, r"dry_allowed_length is 0; it must be in \[1, 1073741824\]"),
         ({"dry_penalty_last_n": -2}, "dry_penalty_last_n is -2"),
-        ({"dry_sequence_breakers": [1]}, r"dry_sequence_breakers\[0\] is 1, a int"),
+        ({"dry_sequence_breakers": [1]}, r"dry_sequence_breakers\[0\] is 1, an int"),
     ],
 )
 def test_what_is_refused(params, words):

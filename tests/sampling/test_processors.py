@@ -97,7 +97,7 @@ def test_what_it_must_not_return(result, words):
 
 
 def test_what_is_no_processor():
-    with pytest.raises(InvalidSamplingError, match=r"logits_processors\[1\] is 3, a int"):
+    with pytest.raises(InvalidSamplingError, match=r"logits_processors\[1\] is 3, an int"):
         SamplingParams(logits_processors=[print, 3])
     with pytest.raises(InvalidSamplingError, match="Pass a list of callables"):
         SamplingParams(logits_processors=print)

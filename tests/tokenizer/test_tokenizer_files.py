@@ -92,7 +92,7 @@ def test_corrupt_tokenizer_json(content: str, tmp_path: Path) -> None:
             "added_tokens_decoder must",
         ),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"4": "<s>"}}', "added_tokens_decoder"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is a int"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is an int"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "'template'"),
     ],
 )

@@ -156,7 +156,8 @@ def _usage_error(failure: Exception, message: str) -> NoReturn:
     context = getattr(failure, "ctx", None)
     path = getattr(context, "command_path", "penstock")
     if message.strip():  # else its help was shown already
-        console.error(f"{message.rstrip('. ')}. See {path} --help.")
+        end = "" if message.rstrip().endswith("?") else "."
+        console.error(f"{message.rstrip('. ')}{end} See {path} --help.")
     sys.exit(getattr(failure, "exit_code", 2))
 
 

@@ -222,7 +222,7 @@ def _memory(planned: Planned) -> list[tuple[str, str]]:
         window += f", and {load.concurrency:,} × two states ({size})"
     fits = ", compared with nothing: --memory says what there is"
     if planned.available is not None:
-        free = amount(planned.available, "B")
+        free = f"{amount(planned.available, 'B')} ({planned.available / 2**30:.3g} GiB)"
         fits = f"; {'fits' if planned.total <= planned.available else 'DOES NOT FIT'} in {free}"
         fits += f", which hold up to {planned.most:,} such sequences"
     return [

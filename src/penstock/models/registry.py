@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelNotFoundError, UnsupportedModelError, nearest
+from penstock.errors import ModelNotFoundError, UnsupportedModelError, kind_of, nearest
 from penstock.models.computable import check_spec
 from penstock.models.config_reader import ConfigReader
 from penstock.models.gguf.config import read_gguf_config
@@ -173,7 +173,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, OSError) as error:  # too many digits, nested too deep
         raise UnsupportedModelError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise UnsupportedModelError(f"{file} holds a {type(data).__name__}, not an object.")
+        raise UnsupportedModelError(f"{file} holds {kind_of(data)}, not an object.")
     return data
 
 

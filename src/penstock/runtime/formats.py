@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from penstock.errors import ConfigError, EngineFolderError
+from penstock.errors import ConfigError, EngineFolderError, kind_of
 from penstock.quant import Dense, Scheme, WeightFormat, WeightFormats, format_of
 from penstock.quant.formats.quantized import Quantized
 from penstock.quant.scheme import Activations, Kind
@@ -35,7 +35,7 @@ def decode_formats(data: Any) -> WeightFormats:
         raise EngineFolderError("formats in its manifest aren't those of matrix, head and special")
     special = data["special"]
     if not isinstance(special, dict):
-        raise EngineFolderError(f"formats.special in its manifest is a {type(special).__name__}")
+        raise EngineFolderError(f"formats.special in its manifest is {kind_of(special)}")
     return WeightFormats(
         _decoded("matrix", data["matrix"]),
         _decoded("head", data["head"]),

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from penstock.config import KvCacheDtype
-from penstock.errors import EngineFolderError
+from penstock.errors import EngineFolderError, kind_of
 from penstock.runtime.mapping import PAGE
 
 DEVICES = ("cpu", "cuda")
@@ -54,7 +54,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise EngineFolderError(f"{file.name} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise EngineFolderError(f"{file.name} holds a {type(data).__name__}, not an object")
+        raise EngineFolderError(f"{file.name} holds {kind_of(data)}, not an object")
     return data
 
 

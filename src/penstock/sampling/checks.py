@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
-from penstock.errors import InvalidSamplingError
+from penstock.errors import InvalidSamplingError, kind_of
 
 HIGHEST_BIAS: Final = 100.0
 HIGHEST_ID: Final = 2**31 - 1
@@ -34,7 +34,7 @@ def integer(name: str, value: object, low: int, high: int | None, hint: str) -> 
     """``value`` as a plain int in [low, high]; numpy's integers pass, bools and floats don't."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidSamplingError(
-            f"{name} is {value!r}, a {type(value).__name__}; it must be an integer. {hint}"
+            f"{name} is {value!r}, {kind_of(value)}; it must be an integer. {hint}"
         )
     number = int(value)
     if number < low or (high is not None and number > high):
@@ -52,7 +52,7 @@ def real(
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidSamplingError(
-            f"{name} is {value!r}, a {type(value).__name__}; it must be a number. {hint}"
+            f"{name} is {value!r}, {kind_of(value)}; it must be a number. {hint}"
         )
     # Compared before converting: a huge int doesn't fit a float. NaN fails the comparison.
     number = cast("float", value)
@@ -68,7 +68,7 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     """A tuple of ids up to HIGHEST_ID; whether they exist is known once the vocabulary is."""
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise InvalidSamplingError(
-            f"{name} is {value!r}, a {type(value).__name__}. Pass a list of token ids."
+            f"{name} is {value!r}, {kind_of(value)}. Pass a list of token ids."
         )
     return tuple(
         integer(f"{name}[{i}]", one, 0, HIGHEST_ID, "Pass token ids.")
@@ -80,7 +80,7 @@ def bias(value: object) -> dict[int, float]:
     """``logit_bias`` as plain ints and floats."""
     if not isinstance(value, Mapping):
         raise InvalidSamplingError(
-            f"logit_bias is {value!r}, a {type(value).__name__}. "
+            f"logit_bias is {value!r}, {kind_of(value)}. "
             "Pass a mapping of token id to bias, such as {50256: -100}."
         )
     checked: dict[int, float] = {}
@@ -99,12 +99,12 @@ def texts(name: str, value: object) -> tuple[str, ...]:
         value = (value,)
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Sequence):
         raise InvalidSamplingError(
-            f"{name} is {value!r}, a {type(value).__name__}. Pass a string or a list of strings."
+            f"{name} is {value!r}, {kind_of(value)}. Pass a string or a list of strings."
         )
     for i, one in enumerate(value):
         if not isinstance(one, str):
             raise InvalidSamplingError(
-                f"{name}[{i}] is {one!r}, a {type(one).__name__}. Pass strings here, and ids in "
+                f"{name}[{i}] is {one!r}, {kind_of(one)}. Pass strings here, and ids in "
                 "stop_token_ids or logit_bias."
             )
         if not one:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from penstock.errors import InvalidSamplingError
+from penstock.errors import InvalidSamplingError, kind_of
 
 if TYPE_CHECKING:
     from penstock.sampling.state import SequenceSampling
@@ -90,13 +90,13 @@ def processors(value: object) -> tuple[LogitsProcessor, ...]:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise InvalidSamplingError(
-            f"logits_processors is {value!r:.60}, a {type(value).__name__}. Pass a list of "
+            f"logits_processors is {value!r:.60}, {kind_of(value)}. Pass a list of "
             "callables (rows, logits) -> logits."
         )
     for i, one in enumerate(value):
         if not callable(one):
             raise InvalidSamplingError(
-                f"logits_processors[{i}] is {one!r:.60}, a {type(one).__name__}, which can't be "
+                f"logits_processors[{i}] is {one!r:.60}, {kind_of(one)}, which can't be "
                 "called. Pass callables (rows, logits) -> logits."
             )
     return tuple(value)

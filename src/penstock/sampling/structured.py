@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from penstock.errors import InvalidSamplingError, nearest
+from penstock.errors import InvalidSamplingError, kind_of, nearest
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """What an output may be held to; one of them at a time."""
@@ -93,7 +93,7 @@ class StructuredOutputs:
             return value
         if not isinstance(value, Mapping):
             raise InvalidSamplingError(
-                f"structured_outputs is {value!r:.60}, a {type(value).__name__}. Pass an object "
+                f"structured_outputs is {value!r:.60}, {kind_of(value)}. Pass an object "
                 f"with one of {', '.join(KINDS)}."
             )
         known = [one.name for one in fields(cls)]
@@ -127,7 +127,7 @@ def _check_text(name: str, value: object) -> None:
         return
     if not isinstance(value, str):
         raise InvalidSamplingError(
-            f"structured_outputs.{name} is {value!r:.60}, a {type(value).__name__}. Pass a text."
+            f"structured_outputs.{name} is {value!r:.60}, {kind_of(value)}. Pass a text."
         )
     if not value and name != "whitespace_pattern":
         raise InvalidSamplingError(f"structured_outputs.{name} is empty. Leave it out.")
@@ -157,7 +157,7 @@ def _as_json(name: str, value: object) -> str:
         return "true" if value else "false"
     if not isinstance(value, Mapping):
         raise InvalidSamplingError(
-            f"structured_outputs.{name} is {value!r:.60}, a {type(value).__name__}. Pass an object."
+            f"structured_outputs.{name} is {value!r:.60}, {kind_of(value)}. Pass an object."
         )
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -173,8 +173,7 @@ def _choices(value: object) -> tuple[str, ...]:
     """`choice` as a tuple of texts, each once."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise InvalidSamplingError(
-            f"structured_outputs.choice is {value!r:.60}, a {type(value).__name__}. Pass a list of "
-            "texts."
+            f"structured_outputs.choice is {value!r:.60}, {kind_of(value)}. Pass a list of texts."
         )
     if not value:
         raise InvalidSamplingError("structured_outputs.choice is empty, so nothing can be chosen.")

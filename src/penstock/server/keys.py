@@ -54,8 +54,9 @@ class Key:
         """A key from its text. Raises ConfigError for one that no header can carry."""
         if not text or not text.isascii() or not text.isprintable() or " " in text:
             raise ConfigError(
-                f"The API key {name!r} must be printable ASCII without spaces, at least 1 "
-                "character."
+                f"The API key {name!r} is empty."
+                if not text
+                else f"The API key {name!r} must be printable ASCII without spaces."
             )
         return cls(name, _digest(text), limits or Limits())
 

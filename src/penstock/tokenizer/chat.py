@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
-from penstock.errors import ChatTemplateError
+from penstock.errors import ChatTemplateError, kind_of
 from penstock.tokenizer.sandbox import (
     MAX_TEXT_CHARACTERS,
     Budget,
@@ -153,7 +153,7 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     plain = plain_data(message)
     if not isinstance(plain, dict):
         raise ChatTemplateError(
-            f"messages[{index}] is a {type(message).__name__}. Every message must be a mapping "
+            f"messages[{index}] is {kind_of(message)}. Every message must be a mapping "
             f"such as {{'role': 'user', 'content': '…'}}."
         )
     reasoning = next(
@@ -168,7 +168,7 @@ def _mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[Any
     for index, value in enumerate(values or ()):
         if not isinstance(value, Mapping):
             raise ChatTemplateError(
-                f"{name}[{index}] of {len(values or ())} is a {type(value).__name__}. Pass "
+                f"{name}[{index}] of {len(values or ())} is {kind_of(value)}. Pass "
                 f"mappings; a function must be described by its JSON schema."
             )
     return None if values is None else [plain_data(value) for value in values]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import TokenizerError
+from penstock.errors import TokenizerError, kind_of
 
 # Used when no file names a token, and only if the vocabulary has it.
 _CLASS_TOKENS: dict[str, dict[str, str]] = {
@@ -213,7 +213,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             templates.update(_template_list(folder, value))
         elif value is not None:
             raise TokenizerError(
-                f"{folder}: chat_template is a {type(value).__name__}, not a string or a list "
+                f"{folder}: chat_template is {kind_of(value)}, not a string or a list "
                 f"of named templates."
             )
     if (folder / "chat_template.jinja").is_file():

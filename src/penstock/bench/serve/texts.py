@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.bench.serve.traces import json_lines, open_text
 from penstock.bench.serve.workload import Conversation, Turn, Workload
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, kind_of
 
 if TYPE_CHECKING:
     from penstock.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ def _conversations(file: Path) -> Iterator[Text]:
         except (ValueError, RecursionError) as wrong:
             raise ConfigError(f"{file} isn't JSON: {wrong}.") from wrong
     if not isinstance(found, list):
-        raise ConfigError(f"{file} isn't ShareGPT's: it is a {type(found).__name__}, not a list.")
+        raise ConfigError(f"{file} isn't ShareGPT's: it is {kind_of(found)}, not a list.")
     for entry in found:
         said = entry.get("conversations") if isinstance(entry, dict) else None
         texts = [_value(each) for each in said[:2]] if isinstance(said, list) else []

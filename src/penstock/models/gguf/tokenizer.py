@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, processors
 
-from penstock.errors import TokenizerError
+from penstock.errors import TokenizerError, kind_of
 from penstock.models.gguf.container import read_container
 from penstock.models.gguf.words import word_rule
 from penstock.tokenizer import Tokenizer
@@ -286,7 +286,7 @@ class Vocabulary:
         if value is None and not default:
             raise self._fail(f"it has no tokenizer.ggml.{key}")
         if value is not None and not isinstance(value, kind):
-            raise self._fail(f"tokenizer.ggml.{key} is a {type(value).__name__}")
+            raise self._fail(f"tokenizer.ggml.{key} is {kind_of(value)}")
         return value
 
     def _fail(self, what: str) -> TokenizerError:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.errors import ModelNotFoundError, WeightsError
+from penstock.errors import ModelNotFoundError, WeightsError, kind_of
 
 Ids = NDArray[np.int64]
 
@@ -63,10 +63,10 @@ def _saved(file: Path) -> dict[str, Tensor]:
     mapped = zipfile.is_zipfile(file)  # the form that torch writes since 1.6
     held: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     if not isinstance(held, dict):
-        raise ValueError(f"it holds a {type(held).__name__}, not tensors by their names")
+        raise ValueError(f"it holds {kind_of(held)}, not tensors by their names")
     for name, value in held.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ValueError(f"{name!r} in it is a {type(value).__name__}, not a tensor")
+            raise ValueError(f"{name!r} in it is {kind_of(value)}, not a tensor")
         if value.layout is not torch.strided or value.is_meta:
             raise ValueError(f"{name!r} in it is sparse or has no values")
     return held
