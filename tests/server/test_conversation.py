@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.server.conversation import Prompts, PromptText, Rendering
+from penstock.server.conversation import Prompts
 from penstock.server.errors import ApiError
+from penstock.server.prompt import PromptText, Rendering
 from penstock.server.protocol.chat import Message
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.sandbox import compile_template

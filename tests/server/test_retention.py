@@ -11,8 +11,9 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.server import ServerConfig
-from penstock.server.conversation import Prompts, Rendering
+from penstock.server.conversation import Prompts
 from penstock.server.errors import ApiError
+from penstock.server.prompt import Rendering
 from penstock.server.protocol.chat import Message
 from penstock.server.retention import first_kept
 

@@ -17,8 +17,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from penstock.errors import ConfigError, MissingExtraError
 from penstock.sampling import SamplingParams
 from penstock.server import Key, ServerConfig, create_app
-from penstock.server.conversation import PromptText
 from penstock.server.logs import configure
+from penstock.server.prompt import PromptText
 from penstock.server.service import Caller, Work
 from penstock.server.tracing import OpenTelemetryTracer
 from tests.server.conftest import Running

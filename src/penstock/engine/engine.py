@@ -13,12 +13,13 @@ import numpy as np
 
 from penstock.cache import PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
-from penstock.engine.adapting import give_back_adapter, take_adapter
+from penstock.engine.adapting import take_adapter
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.beams import Beams, sampling_of
 from penstock.engine.computing import Computing, overlaps
 from penstock.engine.counters import TokenCounts, stats_of
+from penstock.engine.ending import Ending
 from penstock.engine.guidance import add_shadow, follow
 from penstock.engine.intake import Intake, Start
 from penstock.engine.lockstep import together
@@ -101,7 +102,6 @@ class Engine:
         )
         runtime.runner.claim(self, self.pool.count)  # late: a configuration may be refused before
         self.speculation = Speculation.of(config, runtime, self.scheduler)
-        self.mover = Mover(runtime.runner, self.scheduler, self._fail)
         self.batcher = Batcher(
             self.scheduler.table,
             block_size,
@@ -113,9 +113,13 @@ class Engine:
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
         self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map, runtime.sight)
+        self._ending = Ending(
+            self.requests, runtime, self.scheduler, self.intake, clock, self._forget
+        )
+        self.mover = Mover(runtime.runner, self.scheduler, self._ending.fail)
         self.token_counts = TokenCounts()
         self.appender = Appender(
-            self.intake, self.token_counts, self._finish, limits.enable_jump_forward
+            self.intake, self.token_counts, self._ending.finish, limits.enable_jump_forward
         )
         if config.model.nvtx:
             nvtx.enable()
@@ -222,7 +226,7 @@ class Engine:
         check_prediction(options, params, self.config.speculative)
         self.scheduler.check(1, options)
         if self.pooler is None:
-            self.pooler = Pooler(self, self._prompt_computed, self._finish, self._fail)
+            self.pooler = Pooler(self, self._prompt_computed, self._ending)
         start = self._start(request_id, arrival_time, False, options)
         request = pooling_request(start, prompt, tokens, params)
         request.seen = self.intake.seen(tokens, options)
@@ -253,45 +257,16 @@ class Engine:
         """
         request = self.requests.get(request_id)
         if request is not None:
-            self._end(request, "abort")
+            self._ending.end(request, "abort")
             if not self.requests:
                 self.ledger.rest()
             if report:
                 self._ended.append(request)
 
-    def _end(self, request: Request, reason: str) -> None:
-        """Finish every sequence that hasn't yet, for one reason."""
-        for sequence in request.sequences:
-            if sequence.status is not Status.FINISHED:
-                self._finish(sequence, reason)
-
-    def _finish(self, sequence: Sequence, reason: str, stop: int | str | None = None) -> None:
-        """End one sequence; its request ends with the last of them."""
-        request = sequence.request
-        sequence.finish_reason, sequence.stop_reason = reason, stop
-        self.scheduler.finish(sequence)
-        if sequence.shadow is not None:
-            self.scheduler.finish(sequence.shadow)
+    def _forget(self, sequence: Sequence) -> None:
         if self.speculation is not None:
             self.speculation.forget(sequence)
         self.batcher.forget()
-        request.live -= 1
-        if request.finished:
-            request.metrics.finished_time = self.clock()
-            give_back_adapter(self.runtime, request)
-            del self.requests[request.request_id]
-        if sequence.detokenizer is not None and request.error is None:
-            sequence.detokenizer.finish()
-
-    def _fail(self, request: Request, error: Exception) -> Request:
-        """End a request, or the one that it guides; returns which."""
-        request = request.guides or request
-        adapter = None if request.adapter is None else request.adapter.name
-        error = self.intake.explained(error, adapter)
-        logger.warning("Request %s failed: %s", request.request_id, error)
-        request.error = error
-        self._end(request, "error")
-        return request
 
     @property
     def has_unfinished(self) -> bool:
@@ -392,7 +367,7 @@ class Engine:
             self.computing.forget()
             groups = together(plan.parts)
             if len(groups) == 1:
-                failed = self._fail(plan.parts[0][0].request, error)
+                failed = self._ending.fail(plan.parts[0][0].request, error)
                 touched[failed.request_id] = failed
                 return None
             logger.warning("A step of %d sequences raised: %r", len(plan.parts), error)
@@ -433,7 +408,7 @@ class Engine:
             try:
                 self._append(sequence, rows, sampled, now)
             except Exception as error:  # its own fault, whatever it is: the others go on
-                self._fail(sequence.request, error)
+                self._ending.fail(sequence.request, error)
         if self.speculation is not None:
             self.speculation.computed(parts, firsts)
 
@@ -474,11 +449,11 @@ class Engine:
         try:
             self.token_counts.generated += beams.advance(self.scheduler.forks)
         except Exception as error:  # its own fault, whatever it is: the others go on
-            self._fail(request, error)
+            self._ending.fail(request, error)
         else:
             self.batcher.forget()  # sequences have taken others' blocks
             if beams.is_done:
-                self._end(request, "stop")
+                self._ending.end(request, "stop")
 
     def _prompt_computed(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens of a prompt are in the cache."""

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.batch import Batch, Batcher
+from penstock.engine.ending import Ending
 from penstock.engine.intake import Start
 from penstock.engine.outputs import RequestMetrics, RequestOutput
 from penstock.engine.pictures import seeing
@@ -223,17 +224,11 @@ class Pooler:
     """The part of an engine's step that serves pooling requests; made for the first of them."""
 
     def __init__(
-        self,
-        engine: Engine,
-        computed: Callable[[Sequence, int], None],
-        finish: Callable[[Sequence, str], None],
-        fail: Callable[[Request, Exception], Request],
+        self, engine: Engine, computed: Callable[[Sequence, int], None], ending: Ending
     ) -> None:
-        """computed, finish, fail: what the engine does when a part of a prompt is in the cache, a
-        sequence ends, or a request fails.
-        """
+        """computed: what the engine does when a part of a prompt is in the cache."""
         runtime, limits = engine.runtime, engine.config.scheduler
-        self._computed, self._finish, self._fail = computed, finish, fail
+        self._computed, self._ending = computed, ending
         self._scheduler, self._ledger = engine.scheduler, engine.ledger
         self._sight = runtime.sight
         self._hidden = HiddenRunner(runtime.model.model, runtime.runner)
@@ -331,9 +326,9 @@ class Pooler:
                 self._give_up(request, error, touched)
                 continue
             if not sequence.remaining:
-                self._finish(sequence, "stop")
+                self._ending.finish(sequence, "stop")
                 touched[request.request_id] = request
 
     def _give_up(self, request: Request, error: Exception, touched: dict[str, Request]) -> None:
-        self._fail(request, error)
+        self._ending.fail(request, error)
         touched[request.request_id] = request

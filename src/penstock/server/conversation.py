@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from penstock.engine import Pin
@@ -12,8 +12,8 @@ from penstock.engine.intake import CHARACTERS_PER_TOKEN
 from penstock.errors import ChatTemplateError, InvalidPromptError
 from penstock.models.vision.opening import open_pictures_of
 from penstock.models.vision.pictures import Picture, Pictures
-from penstock.server.compaction import Spent
 from penstock.server.errors import ApiError
+from penstock.server.prompt import CHAT, COMPLETION, CONVERSATION, PromptText, Rendering, Source
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
 from penstock.server.retention import Retention, starts_of
@@ -25,6 +25,7 @@ logger = logging.getLogger("penstock.server")
 
 # What is read of texts that may be longer than the model takes; a million characters take a second.
 _MOST_CHARACTERS = 1 << 20
+_TOOLS = "Send fewer tools, or shorten their descriptions and schemas."
 _MOST_MARKS = 4  # of cache_control, as in Anthropic's API
 # What a template is given beside a request's own variables.
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -33,60 +34,6 @@ _TEMPLATE_ARGUMENTS = frozenset(
 )
 # What clients send to any model, for those that can think.
 _HARMLESS_VARIABLES = frozenset({"enable_thinking", "thinking"})
-
-
-@dataclass(frozen=True, slots=True)
-class PromptText:
-    """A prompt that is ready for the engine."""
-
-    tokens: list[int]
-    text: str | None = None
-    dropped: int = 0  # messages that were left out to make it fit
-    pins: tuple[Pin, ...] = ()  # of its start, to be kept in the cache
-    pictures: tuple[Picture, ...] = ()  # that it has
-    spent: Spent | None = None  # on summaries in it
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a prompt comes from, for errors in the words of its endpoint."""
-
-    field: str = "prompt"  # of the request
-    shorten: str = "Shorten it"  # what is to be done with one that is too long
-    advice: str = ""  # for one that is too long, beside making it shorter
-    generates: bool = True  # so that a token at least must fit behind it
-
-
-_KEEP_END = "truncate_prompt_tokens: -1 to keep its end"
-_LEAVE_OUT = 'truncation: "auto" to leave out old turns'
-_TOOLS = "Send fewer tools, or shorten their descriptions and schemas."
-COMPLETION = Source("prompt", advice=f", or send {_KEEP_END}")
-EMBEDDING = Source("input", advice=f", or send {_KEEP_END}", generates=False)
-CHAT = Source("messages", advice=f", or send {_KEEP_END}, or {_LEAVE_OUT}")
-RESPONSE = Source("input", advice=f", or send {_LEAVE_OUT}")
-ANTHROPIC = Source(
-    "messages", advice=", or start the server with --truncation auto, which leaves out old turns"
-)
-CONVERSATION = Source("messages")
-
-
-def left_by_compaction(source: Source) -> Source:
-    """Where older turns were summed up, or would have been."""
-    why = "Only older turns are summed up, and the last one stays as it is: shorten that"
-    return replace(source, shorten=why)
-
-
-@dataclass(frozen=True, slots=True)
-class Rendering:
-    """How a conversation is written."""
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    chat_template: str | None = None
-    kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    telling: Telling = field(default_factory=Telling)
 
 
 class Prompts:

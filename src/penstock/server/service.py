@@ -21,13 +21,14 @@ from penstock.server.admission import Caller, Lanes, Ticket
 from penstock.server.answers import accounted, broken_by
 from penstock.server.called import Called
 from penstock.server.config import ServerConfig
-from penstock.server.conversation import Prompts, PromptText
+from penstock.server.conversation import Prompts
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.keys import Key
 from penstock.server.limits import Gate
 from penstock.server.logs import shortened
 from penstock.server.merging import merged_of
 from penstock.server.metrics import Metrics
+from penstock.server.prompt import PromptText
 from penstock.server.protocol.common import EngineFields
 from penstock.server.protocol.structure import structure_error
 from penstock.server.remembered import Remembered

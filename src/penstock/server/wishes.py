@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from penstock.engine import RequestOptions
-from penstock.server.conversation import PromptText
 from penstock.server.errors import ApiError
 from penstock.server.keys import Limits
+from penstock.server.prompt import PromptText
 from penstock.server.protocol.common import EngineFields
 
 

@@ -16,8 +16,8 @@ from penstock.server.admission import Caller, Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.compaction import Conversation, Wanted
-from penstock.server.conversation import CHAT, PromptText
 from penstock.server.errors import ApiError, unsupported
+from penstock.server.prompt import CHAT, PromptText
 from penstock.server.protocol.answers import ChatCompletion
 from penstock.server.protocol.chat import ChatRequest, RetentionRatio
 from penstock.server.routes.common import (

@@ -15,15 +15,9 @@ from penstock.errors import RequestError
 from penstock.server.admission import Caller, Ticket
 from penstock.server.answers import broken
 from penstock.server.compaction import Spent
-from penstock.server.conversation import (
-    CHAT,
-    PromptText,
-    Rendering,
-    Source,
-    left_by_compaction,
-)
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
+from penstock.server.prompt import CHAT, PromptText, Rendering, Source, left_by_compaction
 from penstock.server.protocol.chat import Message, TemplateFields
 from penstock.server.protocol.common import Body, SamplingFields
 from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody

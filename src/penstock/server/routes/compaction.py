@@ -22,8 +22,9 @@ from penstock.server.compaction import (
     Wanted,
     Writing,
 )
-from penstock.server.conversation import RESPONSE, PromptText, Rendering, Source, pictures_of
+from penstock.server.conversation import pictures_of
 from penstock.server.errors import ApiError
+from penstock.server.prompt import RESPONSE, PromptText, Rendering, Source
 from penstock.server.protocol.answers import CompactedResponse
 from penstock.server.protocol.common import ContextManagement, EngineFields
 from penstock.server.protocol.compaction import output_items

@@ -15,8 +15,8 @@ from penstock.sampling import TokenLogprobs, best_of
 from penstock.server.admission import Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
-from penstock.server.conversation import COMPLETION, PromptText, Source
 from penstock.server.errors import ApiError
+from penstock.server.prompt import COMPLETION, PromptText, Source
 from penstock.server.protocol.answers import Completion
 from penstock.server.protocol.completions import CompletionRequest, PromptField
 from penstock.server.routes.common import (

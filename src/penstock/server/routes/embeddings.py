@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from penstock.server.body import JsonRoute
-from penstock.server.conversation import EMBEDDING
+from penstock.server.prompt import EMBEDDING
 from penstock.server.protocol.answers import EmbeddingList
 from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.routes.common import ERRORS, admit, answers, caller_of, service_of

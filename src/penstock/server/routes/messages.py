@@ -17,8 +17,8 @@ from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
 from penstock.server.compaction import Conversation, Wanted
-from penstock.server.conversation import ANTHROPIC, PromptText, Rendering
 from penstock.server.errors import ApiError
+from penstock.server.prompt import ANTHROPIC, PromptText, Rendering
 from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.compaction import compaction_block

@@ -16,7 +16,7 @@ from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.compaction import Spent
-from penstock.server.conversation import RESPONSE, PromptText, Rendering
+from penstock.server.prompt import RESPONSE, PromptText, Rendering
 from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.compaction import compaction_item
 from penstock.server.protocol.responses import ResponsesRequest

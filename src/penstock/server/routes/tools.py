@@ -14,8 +14,9 @@ from fastapi import Request
 from penstock.sampling import StructuredOutputs
 from penstock.server.admission import Ticket
 from penstock.server.called import Called
-from penstock.server.conversation import Prompts, PromptText, Rendering
+from penstock.server.conversation import Prompts
 from penstock.server.errors import ApiError
+from penstock.server.prompt import PromptText, Rendering
 from penstock.server.protocol.chat import Message
 from penstock.server.routes.common import service_of
 from penstock.server.service import Service
