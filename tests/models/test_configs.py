@@ -597,6 +597,13 @@ def test_unread_keys_are_named_in_one_warning(read: Any) -> None:
         read(config)
 
 
+def test_the_type_of_another_architecture(read: Any) -> None:
+    config = {**newer("qwen3"), "model_type": "llama"}
+    with pytest.warns(UserWarning, match=r"which is LlamaForCausalLM's\. It is read as Qwen3"):
+        assert read(config) == read(newer("qwen3"))
+    read({**config, "model_type": "mine"})  # which nobody else has
+
+
 def test_unknown_architectures(read: Any) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"Did you mean 'Qwen3NextForCausalLM'\?.*Built: "

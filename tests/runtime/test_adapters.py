@@ -183,6 +183,8 @@ def moved_to(module: str) -> Any:
         (lambda f: (f / ABOUT).unlink(), ModelNotFoundError, "is no adapter: it needs"),
         (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), WeightsError, "can't be read"),
         (changed(use_dora=True), UnsupportedModelError, "asks for use_dora=True"),
+        (changed(use_qalora=True), UnsupportedModelError, "asks for use_qalora=True"),
+        (changed(kasa_config={"beta": 1e-4}), UnsupportedModelError, "asks for kasa_config"),
         (changed(r=5), WeightsError, "says rank 5 for"),
         (changed(r="4"), WeightsError, "says rank '4' for .*, which isn't an integer"),
         (changed(lora_alpha=float("nan")), UnsupportedModelError, "lora_alpha must be a number"),
@@ -230,6 +232,12 @@ def test_what_cannot_be_loaded(
     assert slots.names == ["good"] and len(slots._free) == 1
     got = llm.generate("Once", GREEDY, options=RequestOptions(adapter="good"))
     assert got[0].outputs[0].token_ids == want[0].outputs[0].token_ids
+
+
+def test_keys_that_nothing_reads_are_named(slots: Adapters, folder: Path) -> None:
+    changed(gate="sigmoid", twist=2, nothing=None, lora_dropout=0.1, target_modules=["q"])(folder)
+    with pytest.warns(UserWarning, match=r"has keys that nothing reads: gate, twist\. If one"):
+        slots.load("a", folder)
 
 
 def test_a_rank_that_has_no_room(llm: LLM, slots: Adapters, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,27 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "lora_bias": (None, False),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+    "arrow_config": (None, {}),
+    "kasa_config": (None, {}),
+    "monteclora_config": (None, {}),
 }
 """Choices of an adapter that a plain product of two matrices stands for."""
+
+_READ = frozenset(
+    "r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights".split()
+) | frozenset(_PLAIN)
+
+_OF_TRAINING = frozenset(
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config "
+    "exclude_modules inference_mode layers_pattern layers_to_transform loftq_config "
+    "lora_dropout lora_ga_config megatron_config megatron_core peft_version qalora_group_size "
+    "revision runtime_config target_modules task_type velora_config".split()
+)
+"""What PEFT keeps of how an adapter was trained and where: its tensors say what is in it."""
 
 _EXPERTS = re.compile(
     r"\.experts(\.base_layer|\.gate_up_proj|\.down_proj)?\.weight"
@@ -255,7 +275,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT."
         )
     _alpha(folder / ADAPTER, "lora_alpha", config.get("lora_alpha"))
+    _warn_of_unread(folder / ADAPTER, config)
     return config
+
+
+def _warn_of_unread(file: Path, config: dict[str, Any]) -> None:
+    asks = (key for key, value in config.items() if value not in (None, False, "", [], {}))
+    rest = sorted(key for key in asks if key not in _READ | _OF_TRAINING)
+    if rest:
+        warnings.warn(
+            f"{file} has keys that nothing reads: {', '.join(rest)}. If one of them changes the "
+            "adapter, the output is wrong.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _alpha(file: Path, name: str, value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,18 @@ def read_part(
     return _readers[name](part)
 
 
+def _check_kind(kind: Any, name: str, where: str) -> None:
+    """Warn of a `model_type` that is another architecture's."""
+    of_kind = _MODEL_TYPES.get(kind, name) if isinstance(kind, str) else name
+    if of_kind != name:
+        warnings.warn(
+            f"{where}: its config.json says architectures={name}, but model_type={kind!r}, which "
+            f"is {of_kind}'s. It is read as {name}; if it is the other one, its output is wrong.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> ModelSpec:
     """What `config`, found in `where`, describes."""
     known = architectures()
@@ -235,6 +248,7 @@ def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> Mode
     ]
     for name in names:
         if isinstance(name, str) and name in _readers:
+            _check_kind(config.get("model_type"), name, where)
             reader = ConfigReader(config)
             try:
                 spec = with_rank(_readers[name](reader), reader)
