@@ -25,6 +25,7 @@ FEATURES = {
     "classes": r"root ::= [a-c]+ [^a-z\n] [\]\\\[&~-] [\x41-\x43] [\u03b1-\u03c9] [\U0001F600]",
     "escapes": r'root ::= "\"\\\n\t\x41\u00e9\U0001F600/" "[a]"',
     "counts": 'root ::= "a"{3} "b"{2,} "c"{0,2} "d"{1,3} ("e" "f"){2}',
+    "never": 'root ::= "a"{0} ("b" root){0,0} "c"+ ("d"{0})* "e"',
     "groups": 'root ::= ("x" | ( "y" | "z" )+ "!")? ("," word)*\nword ::= [a-z] [a-z0-9_-]*',
     "comments": '# the first\nroot ::= "a" # then\n  | item # or\nitem ::= "b" |\n "c"  #end',
     "lines": 'root ::= (\n  "a"\n  | "b"\n) tail\n\ntail ::= "x"\r\n',

@@ -423,7 +423,7 @@ class _Writer:
 
     def _body(self, node: Node) -> str:
         match node:
-            case Text(""):
+            case Text("") | Repeat(high=0):
                 return '""'
             case Text(value):
                 written = [f"/{_escaped(one)}/" for one in value]
