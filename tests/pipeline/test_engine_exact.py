@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,22 @@ def test_two_contexts_share_the_weights(engine_of: Build) -> None:
     del one, other, weights
     gc.collect()
     assert mapped_files() == before
+
+
+def test_two_contexts_run_at_once(engine_of: Build) -> None:
+    """Each in a thread of its own, with the tokens that it has alone."""
+    folder = engine_of(quantization="w8a8")
+    contexts = [LLM(folder), LLM(folder)]
+    prompts = [f"Once upon a time there was a {word}" for word in ("dog", "tree", "king")]
+
+    def written(i: int) -> list[Sequence[int]]:
+        params = SamplingParams(max_tokens=60, seed=i)
+        return [o.outputs[0].token_ids for o in contexts[i].generate(prompts, params)]
+
+    alone = [written(0), written(1)]
+    with ThreadPoolExecutor(2) as both:
+        for _ in range(3):
+            assert list(both.map(written, (0, 1))) == alone
 
 
 @needs_native

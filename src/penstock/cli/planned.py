@@ -99,8 +99,11 @@ class Planned:
     @property
     def process(self) -> int:
         """Of all, with the load's tokens in the first."""
-        load = self.load
-        return self.processes.total + noted_bytes(self.found, load.concurrency, load.tokens)
+        return self.processes.total + self._noted
+
+    @property
+    def _noted(self) -> int:
+        return noted_bytes(self.found, self.load.concurrency, self.load.tokens)
 
     def ranks(self) -> list[dict[str, int]]:
         """Each process's bytes as it shows them itself, what others share counted; none where there
@@ -114,7 +117,7 @@ class Planned:
                 "kv_cache_bytes": self.cache_of(part),
                 "workspace_bytes": part.workspace,
                 "meeting_bytes": part.meeting,
-                "process_bytes": self.processes.of(number),
+                "process_bytes": self.processes.of(number) + (0 if number else self._noted),
             }
             found.append(
                 {"rank": number, "stage": stage, **taken, "total_bytes": sum(taken.values())}
