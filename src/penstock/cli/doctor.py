@@ -362,7 +362,11 @@ def _cache(found: Diagnosis) -> Table:
 
 
 def _operators(rows: list[tuple[str, str, str]], name: str = "operator") -> Table:
+    """Those that run alike, for one reason, together: of most there is nothing else to say."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for operator, *how in rows:
+        alike.setdefault((how[0], how[1]), []).append(operator)
     table = _table(name, "runs", "why")
-    for row in rows:
-        table.add_row(*row)
+    for (runs, why), operators in alike.items():
+        table.add_row(", ".join(operators), runs, why)
     return table
