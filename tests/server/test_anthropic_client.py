@@ -92,8 +92,5 @@ def test_errors_are_the_clients_own(client: Anthropic) -> None:
         client.messages.create(model="claude-none", max_tokens=2, messages=ASK)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client.messages.create(model="stories", max_tokens=0, messages=ASK)
-    with pytest.raises(anthropic.BadRequestError, match="thinking"):
-        client.messages.create(
-            model="stories", max_tokens=2, messages=ASK,
-            thinking={"type": "enabled", "budget_tokens": 1024},
-        )  # fmt: skip
+    with pytest.raises(anthropic.BadRequestError, match="container"):
+        client.messages.create(model="stories", max_tokens=2, messages=ASK, container="c")

@@ -250,9 +250,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"context_management": edits(127)}, "at least 128", "edits[0].trigger.value"),
     ({"context_management": edits("700")}, "must be an integer", "edits[0].trigger.value"),  # type: ignore[arg-type]
     ({"context_management": edits(instructions="")}, "instructions", "edits[0].instructions"),
-    ({"context_management": {"edits": edits()["edits"] * 2}}, "at most 1", "edits"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-     "clear_tool_uses_20250919", "edits"),
+    ({"context_management": {"edits": edits()["edits"] * 2}}, "is there twice", "edits"),
+    ({"context_management": {"edits": [{"type": "clear_all_20300101"}]}},
+     "clear_all_20300101", "edits"),
     ({"context_management": edits(tokens=4)}, "isn't a field", "edits[0].tokens"),
     ({"context_management": [1]}, "must be an object", "context_management"),
 ]  # fmt: skip

@@ -80,6 +80,7 @@ def expected(body: type[Body]) -> dict[str, str]:
     for name, harmless in body.unsupported.items():
         only = ", ".join(f"`{json.dumps(value)}`" for value in harmless)
         rows[name] = f"400, but {only}" if only else "400"
+    rows |= {name: "hint" if label else "passed over" for name, label in body.hints.items()}
     return rows
 
 

@@ -53,7 +53,7 @@ def test_every_argument_of_the_official_clients_is_known(
 ) -> None:
     arguments = set(inspect.signature(method).parameters) - OF_THE_CLIENT
     assert len(arguments) > 3
-    assert arguments - set(body.model_fields) - set(body.unsupported) == set()
+    assert arguments - set(body.model_fields) - set(body.unsupported) - set(body.hints) == set()
 
 
 @dataclass
@@ -182,6 +182,7 @@ ENDPOINTS = {
             "return_tokens_as_token_ids": (True, {"logprobs": True}),
             "echo": True,
             "request_id": "chosen",
+            "reasoning_effort": "low",
             "tools": TOOLS,
             "tool_choice": ("none", {"tools": TOOLS}),
             "functions": OLDER,
@@ -194,6 +195,7 @@ ENDPOINTS = {
         | {
             "cache_salt",
             "kv_transfer_params",
+            "metadata",
             "parallel_tool_calls",
         },  # the latter: tools/test_chat.py
     ),
@@ -251,7 +253,10 @@ ENDPOINTS = {
             "tool_choice": ("none", {"tools": FLAT}),
             "parallel_tool_calls": False,
         },
-        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt", "kv_transfer_params"},
+        SAID_IN_THE_LOG
+        | ASKS_FOR_NOTHING
+        | OF_THE_QUEUE
+        | {"cache_salt", "client_metadata", "kv_transfer_params"},
     ),
     "compact": Endpoint(
         "/v1/responses/compact",
@@ -302,6 +307,8 @@ ENDPOINTS = {
             "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
             "output_format": {"type": "json_object"},
             "context_management": (SUMMED_UP_TOO, {"messages": TURNS}),
+            "thinking": {"type": "adaptive"},
+            "chat_template_kwargs": {"more": "X"},
         },
         {"metadata"} | OF_THE_QUEUE | OF_THE_CACHE,
     ),
@@ -316,6 +323,8 @@ ENDPOINTS = {
             "tools": INPUTS,
             "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
             "context_management": (SUMMED_UP_TOO, {"messages": TURNS}),
+            "thinking": {"type": "adaptive"},
+            "chat_template_kwargs": {"more": "X"},
         },
         # these ask for nothing here, as in Anthropic's API
         {"cache_control", "output_config", "output_format"},
@@ -342,7 +351,8 @@ ENDPOINTS = {
 
 # The embedded model's template knows no documents; this one writes everything it is given.
 WRITES_ALL = (
-    "{{ bos_token }}{{ documents }}{{ more }}{% for m in messages %}<|im_start|>{{ m }}{% endfor %}"
+    "{{ bos_token }}{{ documents }}{{ more }}{{ reasoning_effort }}{{ thinking }}"
+    "{% for m in messages %}<|im_start|>{{ m }}{% endfor %}"
 )
 # Fields whose cases are refusals, and what these name.
 REFUSED = {
@@ -353,7 +363,6 @@ REFUSED = {
     "guided_decoding_backend": "llguidance",
     "prediction": "there are no drafts here",  # test_expected_answers: where there are some
     "prompt_logprobs": "prompt_logprobs",
-    "reasoning": "effort",
     "store": "store",
     "tpot_slo_ms": "tpot_slo_ms",
     "temperature": "temperature",  # below 0
@@ -400,7 +409,7 @@ def test_a_field_changes_the_answer_or_is_refused(
 ) -> None:
     case = endpoint.cases[name]
     value, beside = case if isinstance(case, tuple) else (case, {})
-    if name in ("documents", "chat_template_kwargs"):
+    if name in ("documents", "chat_template_kwargs", "reasoning_effort", "thinking"):
         config = replace(server.service.config, chat_template=WRITES_ALL)
         monkeypatch.setattr(server.service, "config", config)
     base = {**endpoint.base, **beside}

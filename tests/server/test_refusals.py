@@ -147,9 +147,8 @@ NAMED = [
      "text.format", "can't be followed at #/type"),
     (MESSAGE, {"output_format": {"type": "json_object"},
                "output_config": {"format": {"type": "json_object"}}}, "output_format", "both say"),
-    (MESSAGE, {"output_config": {"effort": "low"}}, "output_config.effort", "isn't supported"),
-    (ANSWER, {"reasoning": {"effort": "low"}}, "reasoning.effort", "isn't supported"),
-    (ANSWER, {"reasoning": {"summary": "auto"}}, "reasoning.summary", "isn't supported"),
+    (MESSAGE, {"output_config": {"effort": "lots"}}, "output_config.effort", "'none'"),
+    (ANSWER, {"reasoning": {"effort": 3}}, "reasoning.effort", "must be"),
     (ANSWER, {"include": ["file_search_call.results"]}, "include", "'file_search_call.results'"),
     # In words.
     (CHAT, {"messages": None}, "messages", "messages is null; it must be a list."),

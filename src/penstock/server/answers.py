@@ -63,6 +63,7 @@ class Answer:
     status: int = CLIENT_CLOSED  # until something is sent
     accounted: bool = False  # the engine's accounting has written a line
     failure: ApiError | None = None  # that broke it off, after its status was sent
+    unheeded: list[str] = field(default_factory=list)  # what the request asks for in vain
 
     def end(self, scope: Message, key_name: str | None) -> None:
         """Count it, and log it unless that has been done. key_name: None without a valid key."""
@@ -91,6 +92,8 @@ class Answer:
         if worker is not None:  # a fleet's, whose own line says more
             fields["worker"] = worker
         error = error or self.failure
+        if self.unheeded:
+            fields["unheeded"] = ", ".join(self.unheeded)
         if error is not None:
             fields |= {"code": error.code, "error": shortened(error.message)}
         return fields
@@ -118,6 +121,23 @@ def accounted() -> None:
     answer = current.get()
     if answer is not None:
         answer.accounted = True
+
+
+def unheeded(name: str) -> None:
+    """The current request asks for something by `name` that its answer does without.
+
+    Clients send such hints by themselves, so refusing them would refuse the client. The answer's
+    header and the log say which they were.
+    """
+    answer = current.get()
+    if answer is not None and name not in answer.unheeded:
+        answer.unheeded.append(name)
+
+
+def all_unheeded() -> str:
+    """Of the current request, for a log."""
+    answer = current.get()
+    return "" if answer is None else ", ".join(answer.unheeded)
 
 
 def broken(error: Exception) -> ApiError:

@@ -74,6 +74,18 @@ class Prompts:
         return self._max_len
 
     @property
+    def has_no_tokenizer(self) -> bool:
+        """Whether prompts can only be tokens."""
+        return self._tokenizer is None
+
+    def variables(self, template: str | None) -> frozenset[str]:
+        """What a template reads; nothing where it can't be read itself, as rendering will say."""
+        try:
+            return self.tokenizer.template_variables(template)
+        except ChatTemplateError:
+            return frozenset()
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Raises ApiError where there is none."""
         if self._tokenizer is None:
@@ -299,17 +311,15 @@ class Prompts:
         """The text and tokens of messages as `plain` has them. Raises ApiError."""
         tokenizer = self.tokenizer
         try:
-            text = tokenizer.apply_chat_template(
-                how.telling.told(plain),
-                tools=how.telling.tools or None,
-                documents=how.documents,
-                add_generation_prompt=how.add_generation_prompt and not how.continue_final_message,
-                continue_final_message=how.continue_final_message,
-                chat_template=how.chat_template,
-                **(how.kwargs or {}),
-            )
+            text = self._written(plain, how)
         except ChatTemplateError as error:
-            raise _template_error(error, source) from error
+            together = _system_first(plain)
+            if together is None:
+                raise _template_error(error, source) from error
+            try:
+                text = self._written(together, how)
+            except ChatTemplateError:
+                raise _template_error(error, source) from error
         pictures = pictures_of(plain)
         if pictures and self._pictures is not None:
             try:
@@ -318,6 +328,18 @@ class Prompts:
                 raise ApiError(400, str(error), param=source.field) from error
         self._check_characters(text, _MOST_CHARACTERS, source)
         return text, tokenizer.encode(text, add_special_tokens=how.add_special_tokens)
+
+    def _written(self, plain: list[dict[str, Any]], how: Rendering) -> str:
+        """Messages through the template. Raises ChatTemplateError."""
+        return self.tokenizer.apply_chat_template(
+            how.telling.told(plain),
+            tools=how.telling.tools or None,
+            documents=how.documents,
+            add_generation_prompt=how.add_generation_prompt and not how.continue_final_message,
+            continue_final_message=how.continue_final_message,
+            chat_template=how.chat_template,
+            **(how.kwargs or {}),
+        )
 
     def _pins(
         self,
@@ -443,6 +465,18 @@ def pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     contents = (m["content"] for m in plain)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return tuple(part["picture"] for part in parts if part["type"] == "image")
+
+
+def _system_first(plain: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The same with all that the system says in one message, and that first, as many templates want
+    it; None: it is so already.
+    """
+    said = [message for message in plain if message["role"] == "system"]
+    if not said or (len(said) == 1 and said[0] is plain[0]):
+        return None
+    text = "\n\n".join(message["content"] or "" for message in said)
+    others = [message for message in plain if message["role"] != "system"]
+    return [{"role": "system", "content": text}, *others]
 
 
 def _template_error(error: ChatTemplateError, source: Source) -> ApiError:

@@ -68,8 +68,11 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
+        """details: by which Anthropic's clients know a case."""
         super().__init__(message)
+        self.details = details
         self.status = status
         self.message = message
         self.param = param
@@ -98,7 +101,9 @@ class ApiError(Exception):
         """The body as Anthropic's API has it."""
         kind = _types(self.status)[1]
         message = self.message if self.param is None else f"{self.param}: {self.message}"
-        body = {"type": "error", "error": {"type": kind, "message": message}}
+        body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+        if self.details is not None:
+            body["error"]["details"] = dict(self.details)
         return body | ({"request_id": request_id} if request_id else {})
 
 

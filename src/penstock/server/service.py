@@ -18,7 +18,7 @@ from penstock.roofline import StepRecord
 from penstock.runtime.adapters import Adapter
 from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.server.admission import Caller, Lanes, Ticket
-from penstock.server.answers import accounted, broken_by
+from penstock.server.answers import accounted, all_unheeded, broken_by
 from penstock.server.called import Called
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts
@@ -439,6 +439,8 @@ class Service:
         }
         if caller.user is not None:
             fields["user"] = shortened(caller.user)
+        if names := all_unheeded():
+            fields["unheeded"] = names
         if last is not None and last.metrics.ttft_s is not None:
             fields["ttft_s"] = round(last.metrics.ttft_s, 4)
         if last is not None and last.metrics.achieved is not None:

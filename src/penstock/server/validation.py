@@ -10,7 +10,9 @@ from pydantic_core import PydanticCustomError
 from penstock.server.errors import ApiError, as_sentence, unsupported
 
 _TYPES = ("function-", "list[", "dict[", "literal[")  # how an error's place names types
-_NAMES = ("body", "str", "RetentionRatio")  # and these themselves
+_NAMES = (  # and these themselves
+    "body", "str", "RetentionRatio", "clear_thinking_20251015", "compact_20260112",
+)  # fmt: skip
 _REFUSED = "unsupported_parameter"
 _SHOWN_CHARACTERS = 80
 

@@ -86,6 +86,19 @@ def test_reasoning_text_and_calls(
     assert json.loads(answer.output[3].arguments) == {"at": "Rome", "n": 3}
     assert len({item.id for item in answer.output}) == 4
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
+    events = client.responses.create(
+        model="stories", input="Hello", max_output_tokens=400, stream=True
+    )
+    first = [event for event in events if getattr(event, "output_index", None) == 0]
+    names = [event.type.removeprefix("response.") for event in first]
+    begins, ends = names[:2], names[-3:]
+    assert begins == ["output_item.added", "content_part.added"]
+    assert set(names[2:-3]) == {"reasoning_text.delta"}
+    assert ends == ["reasoning_text.done", "content_part.done", "output_item.done"]
+    parts = [event.part for event in first if hasattr(event, "part")]
+    assert [(part.type, part.text) for part in parts] == [
+        ("reasoning_text", ""), ("reasoning_text", "Hm."),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -156,7 +169,7 @@ def test_items_become_turns(client: OpenAI) -> None:
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**F, "name": "a tool"}]}, "tools[0].name", "1 to 64"),
     ({"tools": [{**F, "parameters": {"type": "array"}}]}, "tools[0].parameters.type", "'object'"),
-    ({"tools": [{"type": "web_search_preview"}]}, "tools", "'web_search_preview'"),
+    ({"tools": [{"type": "code_interpreter"}]}, "tools", "'code_interpreter'"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0]", "arguments"),
 ]

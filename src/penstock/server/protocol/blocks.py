@@ -145,10 +145,10 @@ class ToolDefinition(Body):
     strict: bool | None = None
     type: str | None = None
     cache_control: CacheControl | None = None  # asks for nothing: every prompt is looked up
+    eager_input_streaming: bool | None = None  # arguments are streamed as they come anyway
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_callers": (["direct"],),
         "defer_loading": (),
-        "eager_input_streaming": (),
         "input_examples": (),
     }
 

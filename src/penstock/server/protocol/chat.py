@@ -16,6 +16,7 @@ from penstock.server.protocol.common import (
     Body,
     CacheControl,
     ContextManagements,
+    Effort,
     EngineFields,
     Some,
     StreamOptions,
@@ -242,21 +243,20 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     prompt_cache_key: UserName | None = None  # a hint for a fleet: here every prompt is looked up
     safety_identifier: UserName | None = None
     request_id: str | None = None
+    reasoning_effort: Effort | None = None
+    metadata: dict[str, str] | None = None  # labels of what is stored
+    hints: ClassVar[Mapping[str, str]] = {"store": "store", "verbosity": "verbosity"}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
         "best_of": (1,),
         "logits_processors": (),
-        "metadata": (),
         "modalities": (["text"],),
         "mm_processor_kwargs": (),
         "moderation": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
-        "reasoning_effort": ("none",),
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
-        "store": (),
-        "verbosity": ("medium",),
         "vllm_xargs": (),
         "web_search_options": (),
     }

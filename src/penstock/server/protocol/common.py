@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from penstock.errors import InvalidSamplingError
 from penstock.sampling import CUTS, SUGGESTED, SamplingParams
+from penstock.server.answers import unheeded
 from penstock.server.config import LEAST_THRESHOLD
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.validation import refusal
@@ -31,6 +32,8 @@ Some = Annotated[list[T], Field(fail_fast=True)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, lt=_TOKENS)]
 UserName = Annotated[str, Field(max_length=_MOST_NAME_CHARACTERS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model shall reason: OpenAI's and Anthropic's words."""
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -39,11 +42,13 @@ class Body(BaseModel):
 
     null for a field that may be left out means that it is. unsupported: fields that the API has and
     Penstock lacks, with the values that ask for nothing beside None, False and what is empty (of
-    those in `STRICT` None alone).
+    those in `STRICT` None alone). hints: fields that ask for what an answer can do without, and
+    what they are called from the body's root, by which the answer says so; "" says nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    hints: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -53,7 +58,8 @@ class Body(BaseModel):
         fields = cls.model_fields
         unknown = {x for x in data.keys() - fields.keys() if data[x] is not None}
         nulls = any(value is None for value in data.values())
-        if not unknown and not nulls and not cls.unsupported.keys() & data.keys():  # or inherited
+        passed_over = cls.unsupported.keys() | cls.hints.keys()
+        if not unknown and not nulls and not passed_over & data.keys():  # or inherited
             return data
         kept = {
             name: value
@@ -67,7 +73,10 @@ class Body(BaseModel):
             nothing = (None,) if field in STRICT else _EMPTY
             if not any(value is x or value == x for x in (*nothing, *harmless)):
                 raise refusal(field)
-        for field in sorted(unknown - cls.unsupported.keys())[1:]:
+        for field, name in cls.hints.items():
+            if kept.pop(field, None) not in _EMPTY and name:
+                unheeded(name)
+        for field in sorted(unknown - passed_over)[1:]:
             del kept[field]  # one is enough to refuse the body
         return kept
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.sampling import StructuredOutputs
+from penstock.server.answers import unheeded
 from penstock.server.compaction import Conversation
 from penstock.server.config import LEAST_THRESHOLD
 from penstock.server.errors import ApiError
@@ -23,6 +24,7 @@ from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
     CacheControl,
+    Effort,
     EngineFields,
     Some,
     UserName,
@@ -35,6 +37,7 @@ from penstock.server.protocol.tools import MOST_TOOLS
 from penstock.server.tools.offer import Offer
 from penstock.server.validation import refusal
 
+_THOUGHTS = ("thinking", "redacted_thinking")
 MOST_INSTRUCTIONS = 10_000
 """Characters of what a summary is asked for with."""
 
@@ -62,10 +65,21 @@ class Metadata(Body):
 
 
 class OutputConfig(Body):
-    """`output_config`: the form of an answer."""
+    """`output_config`: the form of an answer, and how much reasoning is behind it."""
 
     format: TextFormat | None = None
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (), "task_budget": ()}
+    effort: Effort | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"task_budget": ()}
+
+
+class Thinking(Body):
+    """`thinking`: whether the model reasons, where its template can be told."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    hints: ClassVar[Mapping[str, str]] = {
+        "budget_tokens": "thinking.budget_tokens",
+        "display": "thinking.display",
+    }
 
 
 class Trigger(Body):
@@ -75,39 +89,92 @@ class Trigger(Body):
     value: Annotated[int, Field(ge=LEAST_THRESHOLD)]
 
 
+class Kept(Body):
+    """Of how many of the last turns the reasoning is left."""
+
+    type: Literal["all", "thinking_turns"]
+    value: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_value(self) -> Kept:
+        if (self.type == "all") != (self.value is None):
+            raise ValueError("thinking_turns, and nothing else, has a value")
+        return self
+
+
+def _as_object(data: Any) -> Any:
+    return {"type": "all"} if data == "all" else data
+
+
+class ThinkingEdit(Body):
+    """An edit of `context_management`: reasoning of earlier turns is left out."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Annotated[Kept | None, BeforeValidator(_as_object)] = None
+
+    @property
+    def turns(self) -> int | None:
+        """Of how many of the last turns it is left; None: of all."""
+        return 1 if self.keep is None else self.keep.value
+
+
 class CompactEdit(Body):
-    """An edit of `context_management`."""
+    """An edit of `context_management`: older turns are summed up."""
 
     type: Literal["compact_20260112"]
     trigger: Trigger | None = None
     pause_after_compaction: bool | None = None
     instructions: Annotated[str, Field(min_length=1, max_length=MOST_INSTRUCTIONS)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_compaction(cls, data: Any) -> Any:
-        """Before its fields, which are another kind's."""
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "compact_20260112":
-            why = "compact_20260112 is done."
-            raise refusal(kind=f"An edit of type {kind[:40]!r}", why=why)
+
+_EDITS: dict[str, type[Body]] = {
+    "compact_20260112": CompactEdit,
+    "clear_thinking_20251015": ThinkingEdit,
+}
+_IN_VAIN = "clear_tool_uses_20250919"
+"""An edit that only makes prompts shorter: what it would leave out stays."""
+
+
+def _edits(data: Any) -> Any:
+    """One of a kind, and none that another server might know."""
+    if not isinstance(data, list):
         return data
+    kinds = [x.get("type") if isinstance(x, dict) else None for x in data]
+    for i, kind in enumerate(kinds):
+        if kind == _IN_VAIN:
+            unheeded(f"context_management.edits[{i}] ({kind})")
+        elif isinstance(kind, str) and kind not in _EDITS:
+            raise refusal(
+                kind=f"An edit of type {kind[:40]!r}", why=f"{' and '.join(_EDITS)} are done."
+            )
+        elif kind in kinds[:i]:
+            raise ValueError(f"{kind} is there twice")
+    return [x for x, kind in zip(data, kinds, strict=True) if kind != _IN_VAIN]
 
 
 class ContextEdits(Body):
     """`context_management`: what becomes of older turns."""
 
-    edits: Annotated[list[CompactEdit], Field(max_length=1)]
+    edits: Annotated[
+        list[Annotated[CompactEdit | ThinkingEdit, Field(discriminator="type")]],
+        BeforeValidator(_edits),
+    ]
 
     @property
     def compaction(self) -> CompactEdit | None:
-        """The edit; None: none, whatever the server does by itself."""
-        return self.edits[0] if self.edits else None
+        """How older turns are summed up; None: they aren't, whatever the server does by itself."""
+        return next((x for x in self.edits if isinstance(x, CompactEdit)), None)
 
     @property
     def pauses(self) -> bool:
         """Whether a message ends with the summary."""
-        return any(edit.pause_after_compaction for edit in self.edits)
+        return self.compaction is not None and bool(self.compaction.pause_after_compaction)
+
+    @property
+    def thinking_turns(self) -> int | None:
+        """Of how many of the last turns reasoning is left; None: of all."""
+        edit = next((x for x in self.edits if isinstance(x, ThinkingEdit)), None)
+        return None if edit is None else edit.turns
 
 
 class CountTokensRequest(Body):
@@ -124,14 +191,29 @@ class CountTokensRequest(Body):
     output_config: OutputConfig | None = None
     output_format: TextFormat | None = None  # what output_config.format was called before
     context_management: ContextEdits | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "diagnostics": (),
         "mcp_servers": (),
-        "thinking": ({"type": "disabled"},),
         "user_profile_id": (),
         "workspace_id": (),
         "speed": ("standard",),
     }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_thread(cls, data: Any) -> Any:
+        """In words by which Anthropic's clients know that they must send all messages."""
+        if isinstance(data, dict) and data.get("thread") is not None:
+            raise ApiError(
+                400,
+                "'thread' isn't supported by Penstock yet. Send all messages with each request.",
+                param="thread",
+                code="unsupported_parameter",
+                details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+            )
+        return data
 
     @property
     def _system(self) -> str | list[ContentPart]:
@@ -146,7 +228,7 @@ class CountTokensRequest(Body):
         """The same as a chat's: from the last compaction on, which stands for all before it but
         the system's messages. Raises ApiError.
         """
-        turns, at = list(self.messages), self._compaction
+        turns, at = self._turns, self._compaction
         made, opened = [], Conversation([])
         if at is not None:
             number, place = at
@@ -168,6 +250,24 @@ class CountTokensRequest(Body):
         """The same with all that was sent: compactions stand for nothing."""
         made = [message for turn in self.messages for message in turn.conversation()]
         return Conversation([*self._told, *made])
+
+    @property
+    def _turns(self) -> list[Turn]:
+        """The messages without the reasoning that is to be left out."""
+        edits = self.context_management
+        left = None if edits is None else edits.thinking_turns
+        if left is None:
+            return list(self.messages)
+        found: list[Turn] = []
+        for turn in reversed(self.messages):
+            blocks = turn.content
+            if isinstance(blocks, str) or not any(b.type in _THOUGHTS for b in blocks):
+                found.append(turn)
+                continue
+            left -= 1
+            rest = [b for b in blocks if left >= 0 or b.type not in _THOUGHTS]
+            found.append(turn.model_copy(update={"content": rest}))
+        return found[::-1]
 
     @property
     def _told(self) -> list[Message]:

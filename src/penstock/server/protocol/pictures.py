@@ -39,6 +39,10 @@ class ContentPart(TextPart):
     """A part of a message's content: text, or a picture."""
 
     image_url: ImageUrl | str | None = None
+    # of an answer's message that is sent back with all that it had beside its text, which says it
+    hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("function_call", "reasoning", "reasoning_content", "refusal", "role", "tool_calls"), ""
+    )
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **{name: x for name, x in TextPart.unsupported.items() if name != "image_url"},
         "detail": ("auto",),

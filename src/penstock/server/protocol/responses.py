@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.sampling import StructuredOutputs
+from penstock.server.answers import unheeded
 from penstock.server.compaction import Conversation
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.chat import FunctionCall, Message, ToolCall, readable
@@ -15,6 +16,7 @@ from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
     ContextManagements,
+    Effort,
     EngineFields,
     SamplingFields,
     Some,
@@ -28,6 +30,7 @@ from penstock.server.protocol.tools import MOST_TOOLS, Mode, in_forms, only_func
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
 
+_NOT_KEPT = "Nothing is kept here: send the items themselves, as clients do with store: false."
 MOST_METADATA = 16  # as in the API
 
 
@@ -37,7 +40,24 @@ def _few(data: Any) -> Any:
     return data
 
 
-LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
+LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for …
+ENCRYPTED = "reasoning.encrypted_content"  # … and what clients always do: reasoning comes as text
+_ELSEWHERE = ("namespace", "web_search", "web_search_preview")
+"""Tools that agents offer to any model, whether or not its server has them."""
+
+
+def _here(tools: Any) -> Any:
+    """Those that a model here can call; the others might as well not have been chosen."""
+    if not isinstance(tools, list):
+        return tools
+    kept = []
+    for i, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind in _ELSEWHERE:
+            unheeded(f"tools[{i}] ({kind})")
+        else:
+            kept.append(tool)
+    return kept
 
 
 _THOUGHTS = ("reasoning_text", "summary_text")
@@ -86,6 +106,8 @@ class InputItem(Body):
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in _KINDS:
             why = "Messages, calls of functions, their output, reasoning and compactions are read."
+            if kind == "item_reference":
+                why = _NOT_KEPT
             raise refusal(kind=f"An item of type {kind[:40]!r}", why=why)
         return data
 
@@ -208,16 +230,16 @@ class TextOptions(Body):
     """`text`: how the answer is written."""
 
     format: TextFormat | None = None
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    hints: ClassVar[Mapping[str, str]] = {"verbosity": "text.verbosity"}
 
 
 class ReasoningOptions(Body):
-    """`reasoning`: none, as answers say that come back."""
+    """`reasoning`: how much of it. It is shown itself, not summed up."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "effort": ("none",),
-        "summary": (),
-        "generate_summary": (),
+    effort: Effort | None = None
+    hints: ClassVar[Mapping[str, str]] = {
+        "summary": "reasoning.summary",
+        "generate_summary": "reasoning.generate_summary",
     }
 
 
@@ -276,7 +298,15 @@ class ResponsesRequest(SamplingFields, EngineFields, Inputs):
     safety_identifier: UserName | None = None
     store: bool | None = None  # nothing is stored; true would promise that
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    client_metadata: dict[str, Any] | None = None  # labels, as Codex sends them
+    tools: (
+        Annotated[
+            list[ResponseTool],
+            Field(fail_fast=True, max_length=MOST_TOOLS),
+            BeforeValidator(_here),
+        ]
+        | None
+    ) = None
     tool_choice: Annotated[
         Mode | NamedFunctionTool | AllowedFunctionTools | None,
         in_forms({"function": NamedFunctionTool, "allowed_tools": AllowedFunctionTools}, _FORMS),
@@ -302,10 +332,13 @@ class ResponsesRequest(SamplingFields, EngineFields, Inputs):
     @property
     def num_logprobs(self) -> int | None:
         """Top log-probabilities beside each token's own; None for none at all."""
-        other = next((x for x in self.include or () if x != LOGPROBS), None)
+        included = self.include or ()
+        other = next((x for x in included if x not in (LOGPROBS, ENCRYPTED)), None)
         if other is not None:
             raise unsupported("include", kind=f"What {other[:60]!r} asks for")
-        return 0 if self.include and self.top_logprobs is None else self.top_logprobs
+        if ENCRYPTED in included:
+            unheeded(f"include ({ENCRYPTED})")
+        return 0 if LOGPROBS in included and self.top_logprobs is None else self.top_logprobs
 
     def structure(self) -> tuple[StructuredOutputs | None, str]:
         """The form that the answer must have, and the field that says so. Raises ApiError."""
@@ -315,7 +348,7 @@ class ResponsesRequest(SamplingFields, EngineFields, Inputs):
     def conversation(self) -> Conversation:
         """As of any input. Raises ApiError."""
         if self.store:
-            raise unsupported("store", "Responses aren't kept.")
+            raise unsupported("store", _NOT_KEPT)
         return super().conversation()
 
     def offer(self) -> Offer:

@@ -27,6 +27,8 @@ from penstock.server.routes.common import (
     caller_of,
     check_samples,
     check_words,
+    effort_hint,
+    hinted,
     last_of,
     made,
     now,
@@ -91,6 +93,8 @@ async def _work(
     service = service_of(request)
     limit = body.limit
     rendering = rendering_of(service, body)
+    hints = effort_hint("reasoning_effort", body.reasoning_effort)
+    rendering = await hinted(request, ticket, rendering, hints)
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
     truncation = "auto" if isinstance(body.truncation, RetentionRatio) else body.truncation

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -13,11 +14,18 @@ from fastapi import Request
 from penstock.engine import RequestOutput
 from penstock.errors import RequestError
 from penstock.server.admission import Caller, Ticket
-from penstock.server.answers import broken
+from penstock.server.answers import broken, unheeded
 from penstock.server.compaction import Spent
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
-from penstock.server.prompt import CHAT, PromptText, Rendering, Source, left_by_compaction
+from penstock.server.prompt import (
+    CHAT,
+    PromptText,
+    Rendering,
+    Source,
+    left_by_compaction,
+    thinking,
+)
 from penstock.server.protocol.chat import Message, TemplateFields
 from penstock.server.protocol.common import Body, SamplingFields
 from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
@@ -209,6 +217,34 @@ def rendering_of(service: Service, body: TemplateFields) -> Rendering:
         kwargs=body.chat_template_kwargs,
         documents=body.documents,
     )
+
+
+async def hinted(
+    request: Request, ticket: Ticket, rendering: Rendering, hints: Mapping[str, Mapping[str, Any]]
+) -> Rendering:
+    """The rendering with what a request hints at, where the template reads it and isn't told
+    otherwise. hints: by the request's names for them, variables of templates.
+    """
+    service, given = service_of(request), dict(rendering.kwargs or {})
+    if not hints or service.prompts.has_no_tokenizer:
+        return rendering
+    template = rendering.chat_template
+    own = template is service.config.chat_template
+    find = partial(service.prompts.variables, template)
+    read = find() if own else await service.compute(ticket, find, slow=True)
+    for name, variables in hints.items():
+        heeded = {key: value for key, value in variables.items() if key in read}
+        if not heeded and any(variables.values()):  # else it asks for what there isn't anyway
+            unheeded(name)
+        given = heeded | given
+    return replace(rendering, kwargs=given or None)
+
+
+def effort_hint(name: str, effort: str | None) -> dict[str, dict[str, Any]]:
+    """What a template may be told of how much a model shall reason."""
+    if effort is None:
+        return {}
+    return {name: thinking(False) if effort == "none" else {"reasoning_effort": effort}}
 
 
 async def prompt_of_messages(

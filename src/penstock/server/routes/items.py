@@ -91,7 +91,9 @@ class Items:
                 "response.function_call_arguments.done", **where, name=self._tool, arguments=text
             )
         elif kind == "reasoning":
-            yield self._tell("response.reasoning_text.done", **where, content_index=0, text=text)
+            inner = {**where, "content_index": 0}
+            yield self._tell("response.reasoning_text.done", **inner, text=text)
+            yield self._tell("response.content_part.done", **inner, part=item["content"][0])
         else:
             part = item["content"][0]
             inner = {**where, "content_index": 0}
@@ -112,10 +114,8 @@ class Items:
             return
         yield from self.close()
         yield self._open(kind)
-        if kind == "message":
-            yield self._tell(
-                "response.content_part.added", **self._where, content_index=0, part=self._part("")
-            )
+        (part,) = self._item("", "in_progress")["content"]
+        yield self._tell("response.content_part.added", **self._where, content_index=0, part=part)
 
     def _open(self, kind: str, call: str = "", tool: str = "") -> bytes:
         count = len(self.done)

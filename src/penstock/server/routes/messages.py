@@ -18,7 +18,7 @@ from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
 from penstock.server.compaction import Conversation, Wanted
 from penstock.server.errors import ApiError
-from penstock.server.prompt import ANTHROPIC, PromptText, Rendering
+from penstock.server.prompt import ANTHROPIC, PromptText, Rendering, thinking
 from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.compaction import compaction_block
@@ -29,6 +29,8 @@ from penstock.server.routes.common import (
     answers,
     caller_of,
     check_stops,
+    effort_hint,
+    hinted,
     last_of,
     prompt_of_messages,
     service_of,
@@ -64,7 +66,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     check_stops(service, body.stop_sequences, "stop_sequences")
     ticket = await admit(request, caller)
     conversation = await conversation_of(service, ticket, body.conversation)
-    rendering = _rendering(conversation, service.config.chat_template)
+    rendering = _rendering(conversation, service.config.chat_template, body)
+    rendering = await hinted(request, ticket, rendering, _hints(body))
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
     reserve = min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED)
@@ -127,7 +130,8 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
 
     async def count(what: Conversation) -> int:
         messages = what.written
-        rendering = _rendering(what, service.config.chat_template)
+        rendering = _rendering(what, service.config.chat_template, body)
+        rendering = await hinted(request, ticket, rendering, _hints(body))
         rendering = telling(rendering, await plan_of(request, ticket, rendering, body))
         prompts = service.prompts
         slow = any(message.has_pictures for message in messages)
@@ -147,12 +151,26 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     return found | {"context_management": {"original_input_tokens": before}}
 
 
-def _rendering(conversation: Conversation, template: str | None) -> Rendering:
+def _hints(body: CountTokensRequest) -> dict[str, dict[str, Any]]:
+    """What a template may be told of how the model shall reason."""
+    effort = None if body.output_config is None else body.output_config.effort
+    hints = effort_hint("output_config.effort", effort)
+    if body.thinking is not None:
+        hints["thinking"] = thinking(body.thinking.type != "disabled")
+    return hints
+
+
+def _rendering(
+    conversation: Conversation, template: str | None, body: CountTokensRequest
+) -> Rendering:
     """A last message of the assistant is one to go on with, unless it was a summary alone."""
     sent = conversation.messages
     goes_on = bool(sent) and sent[-1].role == "assistant"
     return Rendering(
-        add_generation_prompt=not goes_on, continue_final_message=goes_on, chat_template=template
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        chat_template=template,
+        kwargs=body.chat_template_kwargs,
     )
 
 

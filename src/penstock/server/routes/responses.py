@@ -26,6 +26,8 @@ from penstock.server.routes.common import (
     answers,
     caller_of,
     check_words,
+    effort_hint,
+    hinted,
     last_of,
     now,
     prompt_of_messages,
@@ -53,6 +55,9 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     rendering = Rendering(
         chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
     )
+    effort = None if body.reasoning is None else body.reasoning.effort
+    hints = effort_hint("reasoning.effort", effort)
+    rendering = await hinted(request, ticket, rendering, hints)
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
     when = wanted(service, body.context_management)
@@ -190,12 +195,15 @@ class _Answer:
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": None if body.reasoning is None else body.reasoning.effort,
+                "summary": None,
+            },
             "store": False,
             "temperature": params.temperature,
             "text": {"format": self._format()},
             "tool_choice": (
-                choice or ("auto" if body.tools else "none")
+                choice or "auto"
                 if choice is None or isinstance(choice, str)
                 else choice.model_dump()
             ),

@@ -1,0 +1,227 @@
+"""What clients send by themselves: heeded where the template reads it, else named and left."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import httpx2 as httpx
+import pytest
+from anthropic import Anthropic
+
+from penstock.server.protocol.messages import MessagesRequest
+from tests.server.conftest import Running
+
+CHAT = "/v1/chat/completions"
+ANSWER = "/v1/responses"
+MESSAGES = "/v1/messages"
+ASK = [{"role": "user", "content": "Hello"}]
+LEAST: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": ASK, "max_tokens": 2},
+    ANSWER: {"input": "Hello", "max_output_tokens": 2},
+    MESSAGES: {"model": "stories", "messages": ASK, "max_tokens": 2},
+}
+HEADER = "x-penstock-unheeded"
+TELLS = (
+    "{% if reasoning_effort %}Reasoning: {{ reasoning_effort }}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}Don't think.{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% endfor %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<|im_start|>{{ m.role }}: {{ m.content }}{% endfor %}"
+)
+FUNCTION: dict[str, Any] = {"type": "function", "name": "f", "parameters": None}
+INPUT: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
+EDITS = {
+    "edits": [
+        {"type": "clear_thinking_20251015", "keep": "all"},
+        {"type": "clear_tool_uses_20250919"},
+    ]
+}
+
+
+def ask(server: Running, path: str, fields: dict[str, Any]) -> httpx.Response:
+    return httpx.post(server.url + path, json={**LEAST[path], **fields}, timeout=60)
+
+
+@pytest.fixture
+def written(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Any:
+    """A function that gives a request's prompt as a template writes it."""
+
+    def prompt(template: str, path: str, fields: dict[str, Any]) -> tuple[str, str]:
+        config = replace(server.service.config, chat_template=template, log_prompts=True)
+        monkeypatch.setattr(server.service, "config", config)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "penstock.server"):
+            answer = ask(server, path, fields)
+        assert answer.status_code == 200, answer.text
+        said = [getattr(record, "fields", {}) for record in caplog.records]
+        (text,) = [fields["prompt"] for fields in said if "prompt" in fields]
+        return text, answer.headers.get(HEADER, "")
+
+    return prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "unheeded"),
+    [
+        (CHAT, {"verbosity": "low", "store": True}, "store, verbosity"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"reasoning_effort": "none", "verbosity": None, "store": False}, ""),
+        (CHAT, {"metadata": {"run": "7"}}, ""),
+        (ANSWER, {"text": {"verbosity": "high"}}, "text.verbosity"),
+        (
+            ANSWER,
+            {"reasoning": {"effort": "low", "summary": "auto"}},
+            "reasoning.summary, reasoning.effort",
+        ),
+        (
+            ANSWER,
+            {
+                "client_metadata": {"session": "1"},
+                "store": False,
+                "include": ["reasoning.encrypted_content"],
+                "tools": [{"type": "web_search"}, FUNCTION, {"type": "namespace", "name": "n"}],
+            },
+            "tools[0] (web_search), tools[2] (namespace), include (reasoning.encrypted_content)",
+        ),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, ""),
+        (MESSAGES, {"thinking": {"type": "adaptive"}}, "thinking"),
+        (
+            MESSAGES,
+            {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}},
+            "thinking.budget_tokens, thinking.display, thinking",
+        ),
+        (MESSAGES, {"output_config": {"effort": "max"}}, "output_config.effort"),
+        (
+            MESSAGES,
+            {"context_management": EDITS},
+            "context_management.edits[1] (clear_tool_uses_20250919)",
+        ),
+        (MESSAGES, {"tools": [{**INPUT, "eager_input_streaming": True}]}, ""),
+    ],
+)
+def test_what_has_no_effect_is_named(
+    server: Running, path: str, fields: dict[str, Any], unheeded: str
+) -> None:
+    answer = ask(server, path, fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get(HEADER, "") == unheeded
+
+
+def test_in_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "penstock.server"):
+        ask(server, CHAT, {"verbosity": "low"})
+    said = [getattr(record, "fields", {}) for record in caplog.records]
+    assert [fields["unheeded"] for fields in said if "unheeded" in fields] == ["verbosity"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "begins", "unheeded"),
+    [
+        (CHAT, {"reasoning_effort": "low"}, "Reasoning: low<|im", ""),
+        (CHAT, {"reasoning_effort": "none"}, "Don't think.<|im", ""),
+        (
+            CHAT,
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "Reasoning: high<|im",
+            "",
+        ),
+        (ANSWER, {"reasoning": {"effort": "medium"}}, "Reasoning: medium<|im", ""),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, "Don't think.<|im", ""),
+        (MESSAGES, {"thinking": {"type": "enabled"}}, "<|im", ""),
+        (MESSAGES, {"output_config": {"effort": "max"}}, "Reasoning: max<|im", ""),
+        (MESSAGES, {"chat_template_kwargs": {"reasoning_effort": "x"}}, "Reasoning: x<|im", ""),
+    ],
+)
+def test_templates_are_told(
+    written: Any, path: str, fields: dict[str, Any], begins: str, unheeded: str
+) -> None:
+    text, named = written(TELLS, path, fields)
+    assert text.startswith(begins)
+    assert named == unheeded
+
+
+def test_the_system_comes_first_where_it_must(written: Any) -> None:
+    """Agents send their surroundings behind the user's message, or two developers' messages."""
+    turns = [
+        {"role": "user", "content": "Hello"},
+        {"role": "system", "content": "It rains."},
+        {"role": "user", "content": "Well?"},
+    ]
+    text, _ = written(STRICT, MESSAGES, {"system": "Be brief.", "messages": turns})
+    assert text.endswith(
+        "<|im_start|>system: Be brief.\n\nIt rains.<|im_start|>user: Hello<|im_start|>user: Well?"
+    )
+    several = [{"role": "developer", "content": text} for text in "ab"]
+    text, _ = written(STRICT, ANSWER, {"input": [*several, *ASK]})
+    assert text.endswith("<|im_start|>system: a\n\nb<|im_start|>user: Hello")
+
+
+def test_threads_are_refused_as_clients_know_it(server: Running) -> None:
+    client = Anthropic(base_url=server.url, api_key="none")
+    with client, pytest.raises(anthropic.BadRequestError) as error:
+        client.messages.create(**LEAST[MESSAGES], extra_body={"thread": {"type": "create"}})
+    assert isinstance(error.value.body, dict)
+    assert error.value.body["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [(None, 1), ("all", 3), ({"type": "all"}, 3), ({"type": "thinking_turns", "value": 2}, 2)],
+)
+def test_reasoning_of_earlier_turns_is_left_out(keep: Any, left: int) -> None:
+    said = [
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": f"So {i}."},
+                                          {"type": "text", "text": f"Yes {i}."}]}
+        for i in range(3)
+    ]  # fmt: skip
+    turns = [turn for one in said for turn in (*ASK, one)]
+    edit = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
+    body = MessagesRequest.model_validate(
+        {**LEAST[MESSAGES], "messages": [*turns, *ASK], "context_management": {"edits": [edit]}}
+    )
+    found = [m.reasoning_content for m in body.conversation().messages if m.role == "assistant"]
+    assert found == [*[None] * (3 - left), *[f"So {i}." for i in range(3 - left, 3)]]
+
+
+@pytest.mark.parametrize(
+    ("edits", "words"),
+    [
+        ([{"type": "compact_20260112"}] * 2, "compact_20260112 is there twice"),
+        ([{"type": "clear_everything"}], "'clear_everything'"),
+        (
+            [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns"}}],
+            "thinking_turns, and nothing else, has a value",
+        ),
+    ],
+)
+def test_edits_that_cannot_be(server: Running, edits: list[Any], words: str) -> None:
+    answer = ask(server, MESSAGES, {"context_management": {"edits": edits}})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_parts_that_come_back_whole(server: Running) -> None:
+    """As OpenAI's agents send an earlier answer: its message within its part."""
+    part = {"type": "text", "text": "Yes", "role": "assistant", "refusal": None,
+            "reasoning": "So.", "tool_calls": []}  # fmt: skip
+    turns = [*ASK, {"role": "assistant", "content": [part]}, *ASK]
+    answer = ask(server, CHAT, {"messages": turns})
+    assert answer.status_code == 200, answer.text
+    assert HEADER not in answer.headers
+
+
+def test_references_say_the_way_out(server: Running) -> None:
+    reference = [{"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "x"}]
+    said = ask(server, ANSWER, {"input": reference}).json()["error"]["message"]
+    assert "store: false" in said
