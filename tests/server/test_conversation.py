@@ -52,7 +52,7 @@ def test_the_oldest_turns_go_until_the_rest_fits(tokenizer: Tokenizer, roles: st
             best = next((one for one in kept if _fits(prompts, one, room)), kept[-1])
             expected = prompts.rendered(best, Rendering())
             if len(expected) >= max_len:
-                with pytest.raises(ApiError, match="fit into this model's") as error:
+                with pytest.raises(ApiError, match="maximum context length is") as error:
                     prompts.of_messages(messages, Rendering(), truncation="auto", reserve=reserve)
                 assert error.value.code == "context_length_exceeded"
                 continue
@@ -80,7 +80,7 @@ def test_a_texts_end_is_kept(tokenizer: Tokenizer, keep: int) -> None:
     ids = list(range(3, 103))
     most = 59 if keep == -1 else keep
     if min(most, 100) >= 60:
-        with pytest.raises(ApiError, match="fit into this model's 60"):
+        with pytest.raises(ApiError, match="maximum context length is 60 tokens"):
             prompts.of_tokens(ids, keep=keep)
         return
     assert prompts.of_tokens(ids, keep=keep).tokens == ids[-most:]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import httpx2 as httpx
 import pytest
 from anthropic import Anthropic
 
+from penstock.server.protocol.chat import ChatRequest
 from penstock.server.protocol.messages import MessagesRequest
 from tests.server.conftest import Running
 
@@ -35,6 +38,11 @@ STRICT = (
     "<|im_start|>{{ m.role }}: {{ m.content }}{% endfor %}"
 )
 FUNCTION: dict[str, Any] = {"type": "function", "name": "f", "parameters": None}
+SMALL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+}
 INPUT: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
 EDITS = {
     "edits": [
@@ -209,6 +217,65 @@ def test_edits_that_cannot_be(server: Running, edits: list[Any], words: str) -> 
     answer = ask(server, MESSAGES, {"context_management": {"edits": edits}})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_deferred_tools_are_told_of_when_they_are_found() -> None:
+    """A client's own search of tools, as Claude Code has one."""
+    tools = [INPUT, {**INPUT, "name": "g", "defer_loading": True}]
+    called = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    found = {"type": "tool_result", "tool_use_id": "a",
+             "content": [{"type": "tool_reference", "tool_name": "g"}]}  # fmt: skip
+    turns = [*ASK, {"role": "assistant", "content": [called]}, {"role": "user", "content": [found]}]
+    for messages, names in ((ASK, ["f"]), (turns, ["f", "g"])):
+        body = MessagesRequest.model_validate({**LEAST[MESSAGES], "messages": messages,
+                                               "tools": tools})  # fmt: skip
+        assert [function.name for function in body.offer().callable] == names
+    assert body.conversation().messages[-1].content == "The tool g can be called now."
+
+
+def test_a_form_beside_a_call_that_must_be_made(server: Running) -> None:
+    """The tool decides, as with vLLM."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": SMALL}}
+    form = {"type": "json_schema", "json_schema": {"name": "o", "schema": {"type": "integer"}}}
+    asked = {"tools": [tool], "tool_choice": "required", "response_format": form, "max_tokens": 60}
+    answer = ask(server, CHAT, asked)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER] == "response_format"
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]).keys() == {"a"}
+
+
+def test_forms_that_agree(server: Running) -> None:
+    """Clients of several versions of vLLM send both."""
+    grammar = 'start: "yes"'
+    both = {"guided_grammar": grammar, "structured_outputs": {"grammar": grammar}}
+    answer = ask(server, CHAT, both | {"max_tokens": 9})
+    assert answer.json()["choices"][0]["message"]["content"] == "yes"
+    assert ask(server, CHAT, both | {"guided_grammar": 'start: "no"'}).status_code == 400
+
+
+def test_objects_are_closed_unless_a_request_opens_them() -> None:
+    def form(**fields: Any) -> Any:
+        asked, _ = ChatRequest.model_validate(LEAST[CHAT] | fields).structure()
+        assert asked is not None
+        return json.loads(asked.text)
+
+    shut = {**SMALL, "additionalProperties": False}
+    named = {"type": "json_schema", "json_schema": {"name": "o", "schema": SMALL}}
+    assert form(response_format=named) == form(guided_json=SMALL) == shut
+    assert form(structured_outputs={"json": SMALL}) == shut
+    opened = {"json": SMALL, "disable_additional_properties": False}
+    assert form(structured_outputs=opened) == SMALL
+
+
+def test_what_is_too_long_is_said_in_the_apis_words(server: Running) -> None:
+    """By which clients shorten a conversation, or ask another model."""
+    long = {"messages": [{"role": "user", "content": "hello " * 3000}]}
+    said = ask(server, CHAT, long).json()["error"]
+    assert said["code"] == "context_length_exceeded"
+    assert said["message"].startswith("This model's maximum context length is 1024 tokens.")
+    message = ask(server, MESSAGES, long).json()["error"]["message"]
+    assert re.search(r"prompt is too long: \d+ tokens > 1023 maximum\.", message)
 
 
 def test_parts_that_come_back_whole(server: Running) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from penstock.errors import InvalidSamplingError, kind_of, nearest
+from penstock.sampling.closed import closed
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """What an output may be held to; one of them at a time."""
@@ -48,6 +49,9 @@ class StructuredOutputs:
     structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool = False  # of json and json_object: compact, as json.dumps writes
     whitespace_pattern: str | None = None  # of json and json_object: a regex for all whitespace
+    # of json, as vLLM has it: objects have the properties that the schema names, and no others
+    # where it doesn't say (`penstock.sampling.closed`)
+    disable_additional_properties: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -68,12 +72,20 @@ class StructuredOutputs:
             _check_text(name, getattr(self, name))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise InvalidSamplingError(
                     f"structured_outputs.{name} is {value!r:.60}; it must be true or false."
                 )
+        if self.disable_additional_properties and self.kind != "json":
+            raise InvalidSamplingError(
+                "structured_outputs sets disable_additional_properties, which only json has, "
+                f"beside {self.kind}. Leave it out."
+            )
+        if self.disable_additional_properties and self.json != "true":
+            schema = closed(json.loads(self.text))
+            object.__setattr__(self, "json", json.dumps(schema, ensure_ascii=False))
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise InvalidSamplingError(
                 "structured_outputs sets both disable_any_whitespace and whitespace_pattern. Leave "

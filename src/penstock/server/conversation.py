@@ -134,8 +134,8 @@ class Prompts:
         if truncation == "disabled" and keep is None and len(messages) > self._max_len:
             raise ApiError(
                 400,
-                f"The conversation has {len(messages):,} messages; the model takes "
-                f"{self._max_len:,} tokens. {source.shorten}{source.advice}.",
+                f"{self._context(source, len(messages), self._max_len, 'messages')} The "
+                f"conversation has {len(messages):,} messages. {source.shorten}{source.advice}.",
                 param=source.field,
                 code="context_length_exceeded",
             )
@@ -384,8 +384,8 @@ class Prompts:
         if len(text) > most:
             raise ApiError(
                 400,
-                f"The prompt has {len(text):,} characters; the model takes {self._max_len:,} "
-                f"tokens, and at most {most:,} characters are read. {source.shorten}.",
+                f"{self._context(source, len(text), most, 'characters')} The prompt has "
+                f"{len(text):,} characters, and at most {most:,} are read. {source.shorten}.",
                 param=source.field,
                 code="context_length_exceeded",
             )
@@ -396,11 +396,21 @@ class Prompts:
         if telling.size > most:
             raise ApiError(
                 400,
-                f"The tools have {telling.size:,} characters as JSON; the model takes "
-                f"{self._max_len:,} tokens, and at most {most:,} characters are read. {_TOOLS}",
+                f"{self._context()} The tools have {telling.size:,} characters as JSON, and at "
+                f"most {most:,} characters are read. {_TOOLS}",
                 param="tools",
                 code="context_length_exceeded",
             )
+
+    def _context(
+        self, source: Source = CHAT, given: int = 0, most: int = 0, unit: str = "tokens"
+    ) -> str:
+        """By these words clients know that a prompt is too long: OpenAI's and vLLM's, and on its
+        own endpoints Anthropic's.
+        """
+        if source.says_too_long and given:
+            return f"prompt is too long: {given} {unit} > {most} maximum."
+        return f"This model's maximum context length is {self._max_len} tokens."
 
     def _check_room(self, ids: list[int], telling: Telling, source: Source) -> None:
         """Raises ApiError for a prompt that would fit if it weren't for its tools."""
@@ -412,9 +422,8 @@ class Prompts:
         if len(ids) - count <= most:
             raise ApiError(
                 400,
-                f"The prompt has {len(ids):,} tokens, of which the tools are about {count:,}; only "
-                f"{most:,} fit into this model's {self._max_len:,} with at least one to generate. "
-                f"{_TOOLS}",
+                f"{self._context()} The prompt has {len(ids):,} tokens, of which the tools are "
+                f"about {count:,}; only {most:,} fit with at least one to generate. {_TOOLS}",
                 param="tools",
                 code="context_length_exceeded",
             )
@@ -432,8 +441,8 @@ class Prompts:
             generating = "with at least one to generate " if source.generates else ""
             raise ApiError(
                 400,
-                f"The prompt has {len(ids):,} tokens, but {generating}only {most:,} fit into this "
-                f"model's {self._max_len:,}. {source.shorten}{source.advice}.",
+                f"{self._context(source, len(ids), most)} The prompt has {len(ids):,} tokens, but "
+                f"{generating}only {most:,} fit. {source.shorten}{source.advice}.",
                 param=source.field,
                 code="context_length_exceeded",
             )
@@ -447,8 +456,8 @@ class Prompts:
         if asked > room:
             raise ApiError(
                 400,
-                f"{field} is {asked:,}, but after a prompt of {len(prompt.tokens):,} tokens only "
-                f"{room:,} fit into this model's {self._max_len:,}.",
+                f"{self._context()} {field} is {asked:,}, but after a prompt of "
+                f"{len(prompt.tokens):,} tokens only {room:,} fit.",
                 param=field,
                 code="context_length_exceeded",
             )

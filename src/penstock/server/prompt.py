@@ -31,6 +31,7 @@ class Source:
     shorten: str = "Shorten it"  # what is to be done with one that is too long
     advice: str = ""  # for one that is too long, beside making it shorter
     generates: bool = True  # so that a token at least must fit behind it
+    says_too_long: bool = False  # one that is, in Anthropic's words
 
 
 _KEEP_END = "truncate_prompt_tokens: -1 to keep its end"
@@ -40,7 +41,9 @@ EMBEDDING = Source("input", advice=f", or send {_KEEP_END}", generates=False)
 CHAT = Source("messages", advice=f", or send {_KEEP_END}, or {_LEAVE_OUT}")
 RESPONSE = Source("input", advice=f", or send {_LEAVE_OUT}")
 ANTHROPIC = Source(
-    "messages", advice=", or start the server with --truncation auto, which leaves out old turns"
+    "messages",
+    advice=", or start the server with --truncation auto, which leaves out old turns",
+    says_too_long=True,
 )
 CONVERSATION = Source("messages")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
@@ -11,10 +11,11 @@ from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import FunctionCall, Message, ToolCall
 from penstock.server.protocol.common import Body, CacheControl, Some
 from penstock.server.protocol.pictures import ContentPart, ImageSource
-from penstock.server.protocol.text_part import TextPart
+from penstock.server.protocol.text_part import TEXT_PARTS, TextPart
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
 
+_REFERENCE = "tool_reference"
 _FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "image": ("source",),
@@ -27,6 +28,35 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 """Kinds of blocks, and what each must have."""
 
 
+class ResultPart(TextPart):
+    """A part of what came of a call: text, or the name of a tool that was found by it."""
+
+    tool_name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in (*TEXT_PARTS, _REFERENCE):
+            why = "Text and references to tools are read."
+            raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
+        return data
+
+    @model_validator(mode="after")
+    def _has_text(self) -> ResultPart:
+        name, other = ("tool_name", "text") if self.type == _REFERENCE else ("text", "tool_name")
+        if getattr(self, name) is None:
+            raise ValueError(f"a part of type {self.type!r} has no {name}")
+        if getattr(self, other) is not None:
+            raise ValueError(f"a part of type {self.type!r} has no {other}, but one is given")
+        return self
+
+    def read(self) -> str:
+        """Its text."""
+        return self.text or f"The tool {self.tool_name} can be called now."
+
+
 class Block(TextPart):
     """A part of a message's content."""
 
@@ -35,7 +65,7 @@ class Block(TextPart):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None  # of a call's result
-    content: str | Some[TextPart] | None = None
+    content: str | Some[ResultPart] | None = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None  # of reasoning; nothing is checked here
@@ -77,6 +107,12 @@ class Block(TextPart):
         if self.cache_control is not None and self.type.endswith("thinking"):
             raise ValueError("cache_control can't stand on reasoning; mark the block after it")
         return self
+
+    @property
+    def found(self) -> list[str]:
+        """Tools that a call's result refers to."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.tool_name for part in parts if part.tool_name is not None]
 
     def part(self) -> ContentPart:
         """Text, or a picture, as a chat's part."""
@@ -145,10 +181,10 @@ class ToolDefinition(Body):
     strict: bool | None = None
     type: str | None = None
     cache_control: CacheControl | None = None  # asks for nothing: every prompt is looked up
+    defer_loading: bool | None = None  # the model is told of it when a result has referred to it
     eager_input_streaming: bool | None = None  # arguments are streamed as they come anyway
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_callers": (["direct"],),
-        "defer_loading": (),
         "input_examples": (),
     }
 
@@ -193,8 +229,10 @@ class ToolChoice(Body):
         return self
 
 
-def offer_of_tools(tools: Sequence[ToolDefinition], choice: ToolChoice | None) -> Offer:
-    """The tools that may be called. Raises ApiError."""
+def offer_of_tools(
+    tools: Sequence[ToolDefinition], choice: ToolChoice | None, found: Collection[str]
+) -> Offer:
+    """The tools that may be called; of those that are deferred, the `found`. Raises ApiError."""
     functions = [
         Function(
             f"tools[{i}]",
@@ -205,6 +243,7 @@ def offer_of_tools(tools: Sequence[ToolDefinition], choice: ToolChoice | None) -
             "input_schema",
         )
         for i, tool in enumerate(tools)
+        if not tool.defer_loading or tool.name in found
     ]
     if choice is None:
         return offer_of(functions, Choice())

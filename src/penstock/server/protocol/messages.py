@@ -307,7 +307,11 @@ class CountTokensRequest(Body):
 
     def offer(self) -> Offer:
         """The tools that may be called. Raises ApiError."""
-        return offer_of_tools(self.tools or (), self.tool_choice)
+        blocks = (
+            x for turn in self.messages if isinstance(turn.content, list) for x in turn.content
+        )
+        found = {name for block in blocks for name in block.found}
+        return offer_of_tools(self.tools or (), self.tool_choice, found)
 
 
 def _opened(block: Block, place: str) -> Conversation:

@@ -155,7 +155,7 @@ class TextFormat(Body):
         if self.type == "json_object":
             return StructuredOutputs(json_object=True)
         try:
-            return StructuredOutputs(json=self.json_schema)
+            return StructuredOutputs(json=self.json_schema, disable_additional_properties=True)
         except InvalidSamplingError as error:
             raise structure_error(error, field) from error
 
@@ -186,7 +186,7 @@ class StructureFields(Body):
             if (value := getattr(self, field)) is not None:
                 asked[field] = {name: value}
         asked = {field: form for field, form in asked.items() if form or field[0] == "s"}
-        if len(asked) > 1:
+        if len(asked) > 1 and any(form != next(iter(asked.values())) for form in asked.values()):
             first, second = list(asked)[:2]
             raise ApiError(
                 400,
@@ -202,6 +202,8 @@ class StructureFields(Body):
             )
         for field, form in asked.items():
             more = {} if space is None else {"whitespace_pattern": space}
+            if form.get("json") is not None:  # as vLLM does; `structured_outputs` may say otherwise
+                form = {"disable_additional_properties": True, **form}
             try:
                 return StructuredOutputs.of(form | more), field
             except InvalidSamplingError as error:

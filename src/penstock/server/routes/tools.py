@@ -13,6 +13,7 @@ from fastapi import Request
 
 from penstock.sampling import StructuredOutputs
 from penstock.server.admission import Ticket
+from penstock.server.answers import unheeded
 from penstock.server.called import Called
 from penstock.server.conversation import Prompts
 from penstock.server.errors import ApiError
@@ -169,12 +170,8 @@ def _form(
         if content is None and not offer.active:
             return None
     if offer.mode == "required" and offer.active and asked is not None:
-        raise ApiError(
-            400,
-            f"{field} says what form the answer has, but tool_choice asks for a call, whose form "
-            "its tool decides. Leave out one of them.",
-            param=field,
-        )
+        unheeded(field)  # a call must be made, whose form its tool decides: so does vLLM
+        asked = content = None
     if offer.mode == "auto" and offer.active and asked is not None and content is None:
         raise ApiError(
             400,

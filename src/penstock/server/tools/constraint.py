@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from penstock.sampling import StructuredOutputs
+from penstock.sampling.closed import closed
 from penstock.sampling.structured import MOST_CHARACTERS
 from penstock.server.errors import ApiError
 from penstock.server.tools import xml_form
@@ -231,7 +232,8 @@ def _unsaid(function: Function, reason: str) -> ApiError:
 
 
 def _schema(function: Function) -> Mapping[str, Any]:
-    return NO_ARGUMENTS if function.parameters is None else function.parameters
+    """Of its arguments, in which nothing is invented that it doesn't name."""
+    return NO_ARGUMENTS if function.parameters is None else closed(function.parameters)
 
 
 def _written(form: Form, values: Mapping[str, Part], required: Collection[str]) -> Part:
