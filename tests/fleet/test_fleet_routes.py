@@ -138,6 +138,7 @@ def test_a_clients_library(pair: Pair) -> None:
         ("/v1/responses", {"model": "stories", "input": "Hello", "max_output_tokens": 5}),
         ("/v1/messages", {"model": "stories", "messages": HELLO, "max_tokens": 5}),
         ("/v1/messages/count_tokens", {"model": "stories", "messages": HELLO}),
+        ("/v1/responses/input_tokens", {"model": "stories", "input": "Hello"}),
         ("/v1/embeddings", {"model": "stories", "input": "Hello"}),
         ("/tokenize", {"model": "stories", "prompt": "Hello"}),
         ("/detokenize", {"model": "stories", "tokens": [5, 6]}),

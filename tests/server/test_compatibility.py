@@ -29,7 +29,12 @@ from penstock.server.protocol.messages import (
     Turn,
 )
 from penstock.server.protocol.pictures import ContentPart
-from penstock.server.protocol.responses import CompactRequest, InputItem, ResponsesRequest
+from penstock.server.protocol.responses import (
+    CompactRequest,
+    InputItem,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from penstock.server.protocol.structure import JsonSchema, ResponseFormat, StructureFields
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.conftest import Running
@@ -56,6 +61,7 @@ SECTIONS: dict[str, type[Body]] = {
     "An item of the input": InputItem,
     "context_management": ContextManagement,
     "POST /v1/responses/compact": CompactRequest,
+    "POST /v1/responses/input_tokens": InputTokensRequest,
     "POST /v1/embeddings": EmbeddingRequest,
     "POST /v1/messages": MessagesRequest,
     "A message": Turn,

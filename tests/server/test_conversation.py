@@ -143,6 +143,8 @@ def _check_pin(prompts: Prompts, rendering: Rendering, roles: str, at: int, part
     made = prompts.of_messages(_pinned(messages, at, part=part), rendering)
     ids = prompts.rendered(messages, rendering)
     assert made.tokens == ids  # a pin changes nothing of the prompt
+    if made.unpinned:
+        raise ApiError(400, "The mark can't be placed.", param="cache_control")
     (pin,) = made.pins
     assert pin.ttl_s == 600.0
     # Whatever comes after the pinned messages, these tokens are the same.
@@ -188,7 +190,7 @@ def _is_late(file: Path) -> bool:
     return any(name in file.stem for name in LATE_SYSTEM) and not file.stem.endswith("mistral3")
 
 
-# Templates that leave out or rewrite what was said in such a conversation: the pin is refused.
+# Templates that leave out or rewrite what was said in such a conversation: there is no pin.
 LOOKED_AT: list[Path] = []
 WORKED: list[Path] = []
 
@@ -271,11 +273,30 @@ def test_words_that_the_template_writes_too_never_pin_too_much(tokenizer: Tokeni
             assert _common(made.tokens, found) >= made.pins[0].tokens
 
 
-def test_a_template_that_rewrites_is_told(tokenizer: Tokenizer) -> None:
-    rendering = Rendering(chat_template="{% for m in messages %}{{ m.content|upper }}{% endfor %}")
-    with pytest.raises(ApiError, match="rewrites the messages") as error:
-        Prompts(tokenizer, 1000).of_messages(_pinned(_turns("hello"), 0), rendering)
-    assert error.value.param == "cache_control"
+def test_a_template_that_rewrites_leaves_marks_unheeded(tokenizer: Tokenizer) -> None:
+    rendering = Rendering(
+        chat_template="{% for m in messages %}{{ m.content|upper if loop.index0 else m.content }}"
+        "{% endfor %}"
+    )
+    messages = _pinned(_pinned(_turns("Hello.", "well?", roles="su"), 0), 1)
+    made = Prompts(tokenizer, 1000).of_messages(messages, rendering)
+    (pin,) = made.pins
+    assert made.text == "Hello.WELL?" and made.unpinned == 1 and 0 < pin.tokens < len(made.tokens)
+
+
+def test_marks_where_the_system_comes_first(tokenizer: Tokenizer) -> None:
+    """In messages it comes later, too, as agents have it."""
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('first') }}{% endif %}{{ m.content }}\n{% endfor %}"
+    )
+    messages = [Message(role=role, content=f"{role} {i}.") for i, role in
+                enumerate(("system", "user", "system", "user"))]  # fmt: skip
+    for i in (0, 1, 3):
+        messages = _pinned(messages, i)
+    made = Prompts(tokenizer, 1000).of_messages(messages, Rendering(chat_template=strict))
+    assert made.text == "system 0.\n\nsystem 2.\nuser 1.\nuser 3.\n"
+    assert len(made.pins) == 3 and made.unpinned == 0
 
 
 @pytest.mark.parametrize(

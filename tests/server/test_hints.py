@@ -97,7 +97,7 @@ def written(
                 "include": ["reasoning.encrypted_content"],
                 "tools": [{"type": "web_search"}, FUNCTION, {"type": "namespace", "name": "n"}],
             },
-            "tools[0] (web_search), tools[2] (namespace), include (reasoning.encrypted_content)",
+            "tools (web_search), tools (namespace), include (reasoning.encrypted_content)",
         ),
         (MESSAGES, {"thinking": {"type": "disabled"}}, ""),
         (MESSAGES, {"thinking": {"type": "adaptive"}}, "thinking"),
@@ -110,7 +110,7 @@ def written(
         (
             MESSAGES,
             {"context_management": EDITS},
-            "context_management.edits[1] (clear_tool_uses_20250919)",
+            "context_management.edits (clear_tool_uses_20250919)",
         ),
         (MESSAGES, {"tools": [{**INPUT, "eager_input_streaming": True}]}, ""),
     ],
@@ -266,6 +266,13 @@ def test_objects_are_closed_unless_a_request_opens_them() -> None:
     assert form(structured_outputs={"json": SMALL}) == shut
     opened = {"json": SMALL, "disable_additional_properties": False}
     assert form(structured_outputs=opened) == SMALL
+
+
+def test_a_prompt_is_counted_as_it_is_read(server: Running) -> None:
+    asked = {"input": "Hello", "instructions": "Be brief.", "tools": [FUNCTION]}
+    counted = httpx.post(f"{server.url}{ANSWER}/input_tokens", json=asked, timeout=60).json()
+    read = ask(server, ANSWER, asked).json()["usage"]["input_tokens"]
+    assert counted == {"object": "response.input_tokens", "input_tokens": read}
 
 
 def test_what_is_too_long_is_said_in_the_apis_words(server: Running) -> None:

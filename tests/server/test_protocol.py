@@ -19,7 +19,7 @@ from penstock.server.protocol.common import Body
 from penstock.server.protocol.completions import CompletionRequest
 from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
-from penstock.server.protocol.responses import CompactRequest, ResponsesRequest
+from penstock.server.protocol.responses import CompactRequest, InputTokensRequest, ResponsesRequest
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.conftest import LENGTH, Running
 
@@ -41,6 +41,7 @@ METHODS = [
     pytest.param(OPENAI.completions.create, CompletionRequest, id="completions"),
     pytest.param(OPENAI.responses.create, ResponsesRequest, id="responses"),
     pytest.param(OPENAI.responses.compact, CompactRequest, id="compact"),
+    pytest.param(OPENAI.responses.input_tokens.count, InputTokensRequest, id="input_tokens"),
     pytest.param(OPENAI.embeddings.create, EmbeddingRequest, id="embeddings"),
     pytest.param(ANTHROPIC.messages.create, MessagesRequest, id="messages"),
     pytest.param(ANTHROPIC.messages.count_tokens, CountTokensRequest, id="count_tokens"),
@@ -269,6 +270,21 @@ ENDPOINTS = {
             "chat_template_kwargs": {"more": "X"},
         },
         ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt", "kv_transfer_params"},
+    ),
+    "input_tokens": Endpoint(
+        "/v1/responses/input_tokens",
+        InputTokensRequest,
+        {"input": "Tell me of a dog."},
+        {
+            "model": "another",
+            "input": "A cat?",
+            "instructions": "Be brief.",
+            "chat_template_kwargs": {"more": "X"},
+            "tools": FLAT,
+            "tool_choice": ("none", {"tools": FLAT}),
+        },
+        # these decide on the answer, not on its prompt, with this template
+        {"text", "reasoning", "truncation", "parallel_tool_calls"},
     ),
     "embeddings": Endpoint(
         "/v1/embeddings",

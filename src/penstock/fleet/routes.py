@@ -31,6 +31,7 @@ HANDED_ON = (
     "/v1/completions",
     "/v1/responses",
     "/v1/responses/compact",
+    "/v1/responses/input_tokens",
     "/v1/embeddings",
     "/v1/messages",
     "/v1/messages/count_tokens",

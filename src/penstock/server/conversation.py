@@ -175,8 +175,13 @@ class Prompts:
                 "keep. Leave out one of them.",
                 param="cache_control",
             )
-        pins = self._pins(passages[: marks[-1] + 1] if marks else [], text, ids, rendering)
-        return PromptText(made.tokens, text, len(left_out), pins, seen)
+        pins = self._pins(passages, text, ids, rendering)
+        if len(pins) < len(marks):  # perhaps what the system says stands before all others
+            first = sorted(kept, key=lambda message: message.role not in ("system", "developer"))
+            passages = [passage for message in first for passage in message.passages()]
+            pins = max(pins, self._pins(passages, text, ids, rendering), key=len)
+        found = PromptText(made.tokens, text, len(left_out), pins, seen)
+        return replace(found, unpinned=len(marks) - len(pins))
 
     def _shortened(
         self,
@@ -348,18 +353,16 @@ class Prompts:
         ids: list[int],
         how: Rendering,
     ) -> tuple[Pin, ...]:
-        """How many of the prompt's first tokens the passages up to each mark decide."""
+        """How many of the prompt's first tokens the passages up to each mark decide, as far as the
+        template writes them one after the other.
+        """
+        marks = [i for i, (_, mark) in enumerate(passages) if mark is not None]
         at, pins = 0, []
-        for passage, mark in passages:
+        for passage, mark in passages[: marks[-1] + 1] if marks else []:
             content = passage.strip()
             found = text.find(content, at)
             if found < 0:
-                raise ApiError(
-                    400,
-                    "The chat template rewrites the messages, so where the part to cache ends "
-                    "can't be found.",
-                    param="cache_control",
-                )
+                break
             at = found + len(content)
             if mark is not None:
                 pins.append(Pin(self._decided(text[:at], ids, how), mark.seconds))

@@ -21,6 +21,7 @@ class PromptText:
     pins: tuple[Pin, ...] = ()  # of its start, to be kept in the cache
     pictures: tuple[Picture, ...] = ()  # that it has
     spent: Spent | None = None  # on summaries in it
+    unpinned: int = 0  # parts to keep whose end can't be found, for the template rewrites them
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def _edits(data: Any) -> Any:
     kinds = [x.get("type") if isinstance(x, dict) else None for x in data]
     for i, kind in enumerate(kinds):
         if kind == _IN_VAIN:
-            unheeded(f"context_management.edits[{i}] ({kind})")
+            unheeded(f"context_management.edits ({kind})")
         elif isinstance(kind, str) and kind not in _EDITS:
             raise refusal(
                 kind=f"An edit of type {kind[:40]!r}", why=f"{' and '.join(_EDITS)} are done."

@@ -51,10 +51,10 @@ def _here(tools: Any) -> Any:
     if not isinstance(tools, list):
         return tools
     kept = []
-    for i, tool in enumerate(tools):
+    for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind in _ELSEWHERE:
-            unheeded(f"tools[{i}] ({kind})")
+            unheeded(f"tools ({kind})")
         else:
             kept.append(tool)
     return kept
@@ -280,25 +280,14 @@ def _turns(items: Sequence[InputItem]) -> list[Message]:
     return joined([item.message() for item in items])
 
 
-class ResponsesRequest(SamplingFields, EngineFields, Inputs):
-    """`POST /v1/responses`."""
+class Asking(Inputs):
+    """What decides on an answer's prompt."""
 
     model: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    stream: bool | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[str] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled", "auto"] | None = None
-    context_management: ContextManagements | None = None
-    user: UserName | None = None
-    prompt_cache_key: UserName | None = None  # a hint for a fleet: here every prompt is looked up
-    safety_identifier: UserName | None = None
-    store: bool | None = None  # nothing is stored; true would promise that
     chat_template_kwargs: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None  # labels, as Codex sends them
     tools: (
         Annotated[
             list[ResponseTool],
@@ -312,6 +301,42 @@ class ResponsesRequest(SamplingFields, EngineFields, Inputs):
         in_forms({"function": NamedFunctionTool, "allowed_tools": AllowedFunctionTools}, _FORMS),
     ] = None
     parallel_tool_calls: bool | None = None
+
+    def offer(self) -> Offer:
+        """The tools that may be called. Raises ApiError."""
+        functions = [
+            Function(f"tools[{i}]", x.name, x.description, x.parameters, bool(x.strict))
+            for i, x in enumerate(self.tools or ())
+        ]
+        choice = self.tool_choice
+        chosen = Choice(choice) if choice is None or isinstance(choice, str) else choice.choice()
+        return offer_of(functions, chosen, self.parallel_tool_calls is not False)
+
+
+class InputTokensRequest(Asking):
+    """`POST /v1/responses/input_tokens`."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "conversation": (),
+        "previous_response_id": (),
+    }
+    hints: ClassVar[Mapping[str, str]] = {"personality": "personality"}
+
+
+class ResponsesRequest(SamplingFields, EngineFields, Asking):
+    """`POST /v1/responses`."""
+
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    context_management: ContextManagements | None = None
+    user: UserName | None = None
+    prompt_cache_key: UserName | None = None  # a hint for a fleet: here every prompt is looked up
+    safety_identifier: UserName | None = None
+    store: bool | None = None  # nothing is stored; true would promise that
+    client_metadata: dict[str, Any] | None = None  # labels, as Codex sends them
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "access_programs": (),
         "background": (),
@@ -350,16 +375,6 @@ class ResponsesRequest(SamplingFields, EngineFields, Inputs):
         if self.store:
             raise unsupported("store", _NOT_KEPT)
         return super().conversation()
-
-    def offer(self) -> Offer:
-        """The tools that may be called. Raises ApiError."""
-        functions = [
-            Function(f"tools[{i}]", x.name, x.description, x.parameters, bool(x.strict))
-            for i, x in enumerate(self.tools or ())
-        ]
-        choice = self.tool_choice
-        chosen = Choice(choice) if choice is None or isinstance(choice, str) else choice.choice()
-        return offer_of(functions, chosen, self.parallel_tool_calls is not False)
 
 
 class CompactRequest(EngineFields, Inputs):

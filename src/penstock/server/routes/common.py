@@ -282,6 +282,8 @@ async def prompt_of_messages(
         ),
         slow=own or any(message.has_pictures for message in messages),
     )
+    if prompt.unpinned:
+        unheeded("cache_control")
     headers = {}
     if prompt.dropped:
         headers["X-Penstock-Dropped-Messages"] = str(prompt.dropped)

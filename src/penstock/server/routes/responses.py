@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from penstock.engine import CompletionOutput, RequestOutput
 from penstock.sampling import SamplingParams, TokenLogprobs
+from penstock.server.admission import Ticket
 from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
@@ -19,7 +20,7 @@ from penstock.server.compaction import Spent
 from penstock.server.prompt import RESPONSE, PromptText, Rendering
 from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.compaction import compaction_item
-from penstock.server.protocol.responses import ResponsesRequest
+from penstock.server.protocol.responses import Asking, InputTokensRequest, ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
     admit,
@@ -52,12 +53,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     check_words(service, body)
     ticket = await admit(request, caller)
     conversation = await conversation_of(service, ticket, body.conversation)
-    rendering = Rendering(
-        chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
-    )
-    effort = None if body.reasoning is None else body.reasoning.effort
-    hints = effort_hint("reasoning.effort", effort)
-    rendering = await hinted(request, ticket, rendering, hints)
+    rendering = await _rendering(request, ticket, body)
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
     when = wanted(service, body.context_management)
@@ -99,6 +95,27 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     if body.stream:
         return stream_response(request, answer.events(outputs), outputs)
     return JSONResponse(answer.response(await unless_gone(request.receive, last_of(outputs))))
+
+
+@router.post("/v1/responses/input_tokens", responses=ERRORS)
+async def count_input_tokens(body: InputTokensRequest, request: Request) -> dict[str, Any]:
+    """How many tokens the prompt for an answer has, whether or not they fit."""
+    service = service_of(request)
+    service.check_model(body.model)
+    ticket = await admit(request, caller_of(request, "count"))
+    messages = (await conversation_of(service, ticket, body.conversation)).written
+    rendering = await _rendering(request, ticket, body)
+    told = telling(rendering, await plan_of(request, ticket, rendering, body))
+    slow = any(message.has_pictures for message in messages)
+    ids = await service.compute(ticket, lambda: service.prompts.rendered(messages, told), slow=slow)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+
+async def _rendering(request: Request, ticket: Ticket, body: Asking) -> Rendering:
+    template = service_of(request).config.chat_template
+    rendering = Rendering(chat_template=template, kwargs=body.chat_template_kwargs)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return await hinted(request, ticket, rendering, effort_hint("reasoning.effort", effort))
 
 
 def _params(
