@@ -42,7 +42,11 @@ def generated(llm: LLM, prompt: str, **params: Any) -> str:
 @pytest.mark.parametrize(
     ("option", "text", "form"),
     [
-        ("--json-schema", json.dumps(SCHEMA), {"json": SCHEMA}),
+        (
+            "--json-schema",
+            json.dumps(SCHEMA),
+            {"json": SCHEMA, "disable_additional_properties": True},
+        ),
         ("--grammar", DIGITS, {"grammar": DIGITS}),
     ],
 )

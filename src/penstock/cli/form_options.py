@@ -205,7 +205,12 @@ class Form:
             first, second = [_OPTIONS[name] for name in asked][:2]
             raise ConfigError(f"{first} and {second} both say what form the text has. Choose one.")
         try:
-            return {"structured_outputs": StructuredOutputs(**asked)}
+            closed = "json" in asked  # as over HTTP: nothing is invented that it doesn't name
+            return {
+                "structured_outputs": StructuredOutputs(
+                    **asked, disable_additional_properties=closed
+                )
+            }
         except PenstockError as error:
             raise as_given(error) from error
 
