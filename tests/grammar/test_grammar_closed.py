@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from penstock.errors import InvalidSamplingError
+from penstock.grammar import Grammars
 from penstock.sampling import StructuredOutputs
 from penstock.sampling.closed import closed
 
@@ -74,6 +76,22 @@ def test_objects_are_closed(schema: Any, made: Any) -> None:
         {"$ref": "#/$defs/x", "properties": {"b": {}}, "$defs": {"x": A}},
         {"items": {"$ref": "other.json"}, "properties": {"a": {}}},
         {"$id": "http://x/y", "properties": {"a": {}}},
+        # others speak of what is within, too
+        {"properties": {"b": A}, "allOf": [{"properties": {"b": {"required": ["z"]}}}]},
+        {"properties": {"b": A}, "anyOf": [{"properties": {"b": {"required": ["z"]}}}]},
+        {"properties": {"b": A}, "if": {"properties": {"b": {"required": ["z"]}}}},
+        {"properties": {"b": A}, "$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": {}}}}},
+        {"properties": {"ab": A}, "patternProperties": {"^a": A}},
+        {"patternProperties": {"^a": A, "b$": A}},
+        {"properties": {"a": {}}, "enum": [{"b": 1}]},
+        {"items": A, "uniqueItems": True, "minItems": 9},
+        # places written otherwise, or that aren't there
+        {"allOf": [{"$ref": "#/$defs/a%3Cb%3E"}, {"maxProperties": 9}], "$defs": {"a<b>": A}},
+        {"anyOf": [A], "items": {"$ref": "#/anyOf/00"}},
+        {"anyOf": [A], "items": {"$ref": "#/anyOf/" + "9" * 5000}},
+        {"items": {"$ref": "#/nowhere"}, "properties": {"a": {}}},
+        {"oneOf": []},
+        {"anyOf": []},
         {"items": {"$anchor": "x", "properties": {"a": {}}}},
     ],
     ids=str,
@@ -105,6 +123,42 @@ def test_pydantics_classes_are_closed_all_through() -> None:
     assert made["properties"]["names"]["additionalProperties"] == {"$ref": "#/$defs/Dog"}
 
 
+def test_time_is_linear_in_size() -> None:
+    """Of what was written to take long, too."""
+    count = 3000
+    names = [f"p{i}" for i in range(count)]
+    union = {
+        "discriminator": {"propertyName": "p0"},
+        "oneOf": [{"$ref": "#/$defs/x"}] * count,
+        "$defs": {"x": {"properties": {n: {"const": "a"} for n in names}, "required": names}},
+    }
+    start = time.process_time()
+    assert closed(union) == union
+    chain: Any = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)}
+    closed({"not": {"$ref": "#/$defs/d0"}, "$defs": {**chain, f"d{count}": A}})
+    assert time.process_time() - start < 2
+
+
+def test_what_can_be_written_can_be_when_it_is_closed(
+    grammars_of: Callable[[str], Grammars], shared_data: Path
+) -> None:
+    grammars = grammars_of("gpt2")
+    if not (shared_data / BENCH).is_file():
+        pytest.skip(f"the shared data has no {BENCH}")
+    count = 0
+    for i, (schema, _) in enumerate(_cases(shared_data, (BENCH,))):
+        made = closed(schema)
+        if made == schema or i % 8:
+            continue
+        try:
+            grammars.compile(StructuredOutputs(json=schema))
+        except InvalidSamplingError:
+            continue
+        grammars.compile(StructuredOutputs(json=made))
+        count += 1
+    assert count > 50
+
+
 def test_what_follows_a_closed_schema_follows_the_schema(shared_data: Path) -> None:
     """On the instances of real schemas, and of JSON Schema's own suite, by another's validator."""
     counts = {"closed": 0, "left out": 0, "kept": 0}
@@ -128,8 +182,9 @@ def test_what_follows_a_closed_schema_follows_the_schema(shared_data: Path) -> N
     assert counts["closed"] > 200 and counts["kept"] > 100, counts
 
 
-def _cases(folder: Path) -> Iterator[tuple[Any, list[Any]]]:
-    for name, every in ((SUITE, 1), (BENCH, 5)):
+def _cases(folder: Path, names: Sequence[str] = (SUITE, BENCH)) -> Iterator[tuple[Any, list[Any]]]:
+    for name in names:
+        every = 5 if name == BENCH else 1
         with tarfile.open(folder / name) as files:
             for i, file in enumerate(files):
                 content = files.extractfile(file) if file.name.endswith(".json") else None

@@ -156,6 +156,43 @@ def test_templates_are_told(
     assert named == unheeded
 
 
+def test_values_that_a_template_refuses_are_passed_over(written: Any) -> None:
+    """As Qwen3.8's does with "high", which Claude Code sends."""
+    picky = "{% if reasoning_effort is defined and reasoning_effort not in ['low'] %}" \
+        "{{ raise_exception('low alone') }}{% endif %}" + TELLS  # fmt: skip
+    low, high = ({"output_config": {"effort": effort}} for effort in ("low", "high"))
+    assert written(picky, MESSAGES, low) == ("Reasoning: low<|im_start|>user: Hello", "")
+    assert written(picky, MESSAGES, high) == ("<|im_start|>user: Hello", "output_config.effort")
+
+
+def test_an_empty_result_is_empty() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": ""}]}
+    body = MessagesRequest.model_validate(
+        {**LEAST[MESSAGES], "messages": [{"role": "user", "content": [result]}]}
+    )
+    assert body.conversation().messages[-1].content == ""
+
+
+def test_thinking_is_left_out_before_a_compaction() -> None:
+    thought = {"type": "thinking", "thinking": "So."}
+    compaction = {"type": "compaction", "content": "A summary."}
+    for blocks in ([thought, compaction, {"type": "text", "text": "Yes."}], [thought, compaction]):
+        turns = [
+            *ASK,
+            {"role": "assistant", "content": blocks},
+            *ASK,
+            {"role": "assistant", "content": [thought, {"type": "text", "text": "No."}]},
+            *ASK,
+        ]
+        edits = [{"type": "clear_thinking_20251015"}, {"type": "compact_20260112"}]
+        body = MessagesRequest.model_validate(
+            {**LEAST[MESSAGES], "messages": turns, "context_management": {"edits": edits}}
+        )
+        found = body.conversation()
+        assert found.summary == "A summary."
+        assert [m.reasoning_content for m in found.messages if m.role == "assistant"][-1] == "So."
+
+
 def test_the_system_comes_first_where_it_must(written: Any) -> None:
     """Agents send their surroundings behind the user's message, or two developers' messages."""
     turns = [
@@ -207,6 +244,7 @@ def test_reasoning_of_earlier_turns_is_left_out(keep: Any, left: int) -> None:
     [
         ([{"type": "compact_20260112"}] * 2, "compact_20260112 is there twice"),
         ([{"type": "clear_everything"}], "'clear_everything'"),
+        ([{"type": i} for i in range(5000)], "has 5,000 entries; at most 16"),
         (
             [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns"}}],
             "thinking_turns, and nothing else, has a value",
@@ -231,6 +269,31 @@ def test_deferred_tools_are_told_of_when_they_are_found() -> None:
                                                "tools": tools})  # fmt: skip
         assert [function.name for function in body.offer().callable] == names
     assert body.conversation().messages[-1].content == "The tool g can be called now."
+
+
+def test_deferred_tools_that_cannot_be(server: Running) -> None:
+    found = {"type": "tool_result", "tool_use_id": "a",
+             "content": [{"type": "tool_reference", "tool_name": "nobody"}]}  # fmt: skip
+    for fields, words in (
+        ({"messages": [{"role": "user", "content": [found]}]}, "'nobody', which isn't among"),
+        ({"tools": [{**INPUT, "name": "bad name!", "defer_loading": True}]}, "tools[0].name"),
+    ):
+        answer = ask(server, MESSAGES, {"tools": [INPUT], **fields})
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+    named = {
+        "tools": [{**INPUT, "defer_loading": True}],
+        "tool_choice": {"type": "tool", "name": "f"},
+    }
+    assert ask(server, MESSAGES, {**named, "max_tokens": 30}).status_code == 200
+
+
+def test_tools_keep_their_places(server: Running) -> None:
+    tools = [{"type": "web_search"}, {**FUNCTION, "name": "bad name!"}]
+    assert "tools[1].name" in ask(server, ANSWER, {"tools": tools}).text
+    assert ask(server, ANSWER, {"tools": [None]}).status_code == 400
+    kept = ask(server, ANSWER, {"tools": [{"type": "web_search"}, FUNCTION]}).json()["tools"]
+    assert [tool["name"] for tool in kept] == ["f"]
 
 
 def test_a_form_beside_a_call_that_must_be_made(server: Running) -> None:

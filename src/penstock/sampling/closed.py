@@ -4,181 +4,213 @@ JSON Schema leaves objects open where `additionalProperties` isn't said, and a m
 one invents keys. Schemas are written for readers that ignore those: tools' parameters, Pydantic's
 classes. vLLM closes them, by xgrammar's strict mode or by `disable_additional_properties`.
 
-What follows the closed schema follows the original: objects are closed only where that can but
-leave texts out, not below `not`, nor where several schemas must hold together.
+What follows the closed schema follows the original, and something does if something followed
+that: an object is closed only where one schema alone speaks of it, so not below `not`, and not
+where others hold beside it (`allOf`, `anyOf` or a `$ref` beside properties, `if`, a pattern that
+names the same property). What several places refer to is closed if it may be in all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
-_TOGETHER = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef")
-_OPEN = (
-    *_TOGETHER,
-    "additionalProperties",
-    "unevaluatedProperties",
-    "patternProperties",
-    "propertyNames",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
+_HARMLESS = frozenset(
+    "$comment $defs $schema definitions default deprecated description discriminator examples "
+    "nullable readOnly title type writeOnly".split()
 )
+"""What may stand beside `anyOf` and its like, which then decide alone."""
+
+_SEVERAL = frozenset(
+    "$dynamicRef $recursiveRef $ref allOf anyOf const contains dependencies dependentSchemas else "
+    "enum if not oneOf then unevaluatedItems unevaluatedProperties uniqueItems".split()
+)
+"""With one of these, more than a schema's own `properties` and `items` say what it describes."""
+
+_OPEN = ("additionalProperties", "dependentRequired", "patternProperties", "propertyNames")
 """Beside one of these, an object's properties aren't all that may or must be there."""
 
-_OF_OBJECTS = ("properties", "required", "minProperties", "maxProperties", *_OPEN)
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_ONE = ("items", "additionalProperties", "unevaluatedItems", "additionalItems")
-_LISTS = ("prefixItems",)
 _NAMES = ("$id", "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef")
 """Ways to name a schema, beside its place."""
+
+_MAPS = ("properties", "patternProperties")
+_DEFINITIONS = ("$defs", "definitions")
+_ONE = ("additionalItems", "additionalProperties", "items")
+_MOST_DIGITS = 9
+
+
+class _Unclear(Exception):  # noqa: N818  nothing is wrong
+    """Something is referred to that can't be found."""
 
 
 def closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` wherever that leaves only texts out.
 
-    A schema that names others but by their place in it stays as it is.
+    One that names schemas but by their place in it, or places that aren't there, stays as it is. So
+    does one that is too deep, which is refused when it is compiled. Takes time linear in its size.
     """
-    if not isinstance(schema, dict) or _names_otherwise(schema):
+    if not isinstance(schema, dict):
         return schema
     try:
-        return _Closing(schema).close(schema, "#")
-    except RecursionError:  # which is refused when it is compiled
+        return _Closing(schema).close(schema)
+    except (_Unclear, RecursionError):
         return schema
-
-
-def _walk(schema: Any) -> Iterator[dict[str, Any]]:
-    waiting = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            yield one
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-
-
-def _names_otherwise(schema: dict[str, Any]) -> bool:
-    for one in _walk(schema):
-        reference = one.get("$ref", "#")
-        if isinstance(reference, str) and not (reference == "#" or reference.startswith("#/")):
-            return True
-        if any(isinstance(one.get(name), str) for name in _NAMES):
-            return True
-    return False
 
 
 class _Closing:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._left: set[str] = set()  # places whose schemas hold together with others
-        self._find(root, False)
-        looked_at: set[str] = set()
-        while todo := self._left - looked_at:  # and what those refer to
-            for place in todo:
-                self._find(self._at(place), True)
-            looked_at |= todo
+        self._left: set[int] = set()  # schemas that hold together with others, by identity
+        self._met: set[int] = set()  # of which it is known where they stand
+        self._find(root)
 
-    def _find(self, schema: Any, together: bool) -> None:
-        """Which places are referred to where closing them could do more than leave texts out."""
-        if not isinstance(schema, dict):
+    def _find(self, schema: Any) -> None:
+        """Leave what holds together with others, from a schema on of which that isn't known."""
+        if not isinstance(schema, dict) or id(schema) in self._met | self._left:
             return
-        reference = schema.get("$ref")
-        beside = [key for key in _OF_OBJECTS if key in schema and key != "$ref"]
-        if isinstance(reference, str) and (together or beside):
-            self._left.add(reference)
+        self._met.add(id(schema))
+        if any(isinstance(schema.get(name), str) for name in _NAMES):
+            raise _Unclear
+        alone = _alone(schema)
         for key, value in schema.items():
-            if key in _MAPS and isinstance(value, dict):
+            if key in _DEFINITIONS and isinstance(value, dict):
                 for one in value.values():
-                    self._find(one, together)
-            elif key in _ONE:
-                self._find(value, together)
-            elif key in (*_LISTS, "anyOf", "oneOf", "allOf") and isinstance(value, list):
-                apart = key in _LISTS or self._is_apart(schema, key)
+                    self._find(one)
+            elif alone == key and key == "$ref":
+                self._find(self._at(value))
+            elif alone == key:
+                apart = key != "oneOf" or self._differ(schema)
                 for one in value:
-                    self._find(one, together or not apart)
-            elif key not in ("const", "default", "enum", "examples", "required"):
-                self._find(value, True)
-
-    def _is_apart(self, schema: dict[str, Any], key: str) -> bool:
-        """Whether of `anyOf` and its like one schema alone decides, in all that it says."""
-        if any(name in schema for name in _OF_OBJECTS if name != key):
-            return False
-        options = schema[key]
-        return key == "anyOf" or len(options) == 1 or (key == "oneOf" and self._differ(options))
-
-    def _differ(self, options: list[Any]) -> bool:
-        """Whether a property that all must have tells them apart, as in Pydantic's unions."""
-        found = [self._resolved(one) for one in options]
-        if not all(isinstance(one.get("properties"), dict) for one in found):
-            return False
-        for name in found[0]["properties"]:
-            tags = [self._tag(one, name) for one in found]
-            if None not in tags and len(set(tags)) == len(tags):
-                return True
-        return False
-
-    @staticmethod
-    def _tag(schema: Mapping[str, Any], name: str) -> str | None:
-        required, what = schema.get("required"), schema["properties"].get(name)
-        if not (isinstance(required, list) and name in required and isinstance(what, dict)):
-            return None
-        values = [what["const"]] if "const" in what else what.get("enum")
-        if not (isinstance(values, list) and len(values) == 1 and isinstance(values[0], str)):
-            return None
-        return values[0]
-
-    def _resolved(self, schema: Any) -> dict[str, Any]:
-        """What a `$ref` stands for; nothing where that can't be told."""
-        for _ in range(8):
-            if not isinstance(schema, dict):
-                return {}
-            reference = schema.get("$ref")
-            if not isinstance(reference, str):
-                return schema
-            schema = self._at(reference)
-        return {}
-
-    def _at(self, place: str) -> Any:
-        schema: Any = self._root
-        for part in place.split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
-                schema = schema[int(name)]
+                    self._find(one) if apart else self._leave(one)
+            elif alone is None and not _SEVERAL & schema.keys():
+                patterns = schema.get("patternProperties")
+                several = isinstance(patterns, dict) and len(patterns) > 1
+                overlap = several or (bool(patterns) and "properties" in schema)
+                self._find_own(key, value, overlap=overlap)
             else:
-                schema = schema.get(name) if isinstance(schema, dict) else None
-        return schema
+                self._leave_all(key, value)
 
-    def close(self, schema: Any, place: str) -> Any:
-        """The schema at `place`, closed."""
-        if not isinstance(schema, dict) or place in self._left:
+    def _find_own(self, key: str, value: Any, *, overlap: bool) -> None:
+        """overlap: names and patterns, or several patterns, may speak of one property."""
+        if key in _MAPS and isinstance(value, dict):
+            for one in value.values():
+                self._leave(one) if overlap else self._find(one)
+        elif key in _ONE:
+            self._find(value)
+        elif key in ("items", "prefixItems") and isinstance(value, list):
+            for one in value:
+                self._find(one)
+
+    def _leave_all(self, key: str, value: Any) -> None:
+        if key in (*_MAPS, "dependentSchemas", "dependencies") and isinstance(value, dict):
+            for one in value.values():
+                self._leave(one)
+        elif isinstance(value, list) and key not in ("const", "enum", "required"):
+            for one in value:
+                self._leave(one)
+        elif key == "$ref":
+            self._leave(self._at(value))
+        elif key not in ("const", "default", "enum", "examples"):
+            self._leave(value)
+
+    def _leave(self, schema: Any) -> None:
+        """The schema, and all that it is made of."""
+        if not isinstance(schema, dict) or id(schema) in self._left:
+            return
+        self._left.add(id(schema))
+        if any(isinstance(schema.get(name), str) for name in _NAMES):
+            raise _Unclear
+        for key, value in schema.items():
+            if key in _DEFINITIONS and isinstance(value, dict):
+                for one in value.values():
+                    self._find(one)
+            else:
+                self._leave_all(key, value)
+
+    def _differ(self, schema: dict[str, Any]) -> bool:
+        """Whether a property tells the options of `oneOf` apart, as in Pydantic's unions."""
+        about = schema.get("discriminator")
+        name = about.get("propertyName") if isinstance(about, dict) else None
+        tags: set[str] = set()
+        for option in schema["oneOf"]:
+            reference = option.get("$ref") if isinstance(option, dict) else None
+            tag = _tag(option if reference is None else self._at(reference), name)
+            if tag is None or tag in tags:
+                return len(schema["oneOf"]) == 1
+            tags.add(tag)
+        return True
+
+    def _at(self, reference: Any) -> Any:
+        """The schema at a place. Raises _Unclear for one that isn't there, or elsewhere."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise _Unclear
+        found: Any = self._root
+        for part in reference.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and _is_index(name) and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                raise _Unclear
+        return found
+
+    def close(self, schema: Any) -> Any:
+        """The schema, closed."""
+        if not isinstance(schema, dict) or id(schema) in self._left:
             return schema
         made = dict(schema)
+        alone = _alone(schema)
         for key, value in schema.items():
-            inner = f"{place}/{key}"
-            if key in _MAPS and isinstance(value, dict):
-                made[key] = {
-                    name: self.close(one, f"{inner}/{_escaped(name)}")
-                    for name, one in value.items()
-                }
-            elif key in _ONE:
-                made[key] = self.close(value, inner)
-            elif key in (*_LISTS, "anyOf", "oneOf", "allOf") and isinstance(value, list):
-                if key in _LISTS or self._is_apart(schema, key):
-                    made[key] = [self.close(one, f"{inner}/{i}") for i, one in enumerate(value)]
+            if key in (*_MAPS, *_DEFINITIONS) and isinstance(value, dict):
+                made[key] = {name: self.close(one) for name, one in value.items()}
+            elif key in _ONE and isinstance(value, dict):
+                made[key] = self.close(value)
+            elif (key in ("items", "prefixItems") or key == alone) and isinstance(value, list):
+                made[key] = [self.close(one) for one in value]
         if _names_all(schema):
             made["additionalProperties"] = False
         return made
 
 
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+def _alone(schema: dict[str, Any]) -> str | None:
+    """Which of `$ref`, `anyOf` and their like says all that the schema says; None: none does."""
+    keys = [key for key in schema if key not in _HARMLESS]
+    if len(keys) != 1 or keys[0] not in ("$ref", "allOf", "anyOf", "oneOf"):
+        return None
+    value = schema[keys[0]]
+    if keys[0] == "$ref":
+        return "$ref"
+    lists = isinstance(value, list) and (keys[0] != "allOf" or len(value) == 1)
+    return keys[0] if lists else None
+
+
+def _tag(schema: Any, name: Any) -> str | None:
+    """The one text that an object's property must be, by which it is told apart."""
+    if not (isinstance(schema, dict) and isinstance(name, str)):
+        return None
+    properties, required = schema.get("properties"), schema.get("required")
+    if not (isinstance(properties, dict) and isinstance(required, list) and name in required):
+        return None
+    what = properties.get(name)
+    if not isinstance(what, dict):
+        return None
+    values = [what["const"]] if "const" in what else what.get("enum")
+    one = values[0] if isinstance(values, list) and len(values) == 1 else None
+    return one if isinstance(one, str) else None
+
+
+def _is_index(name: str) -> bool:
+    plain = name.isascii() and name.isdecimal() and len(name) <= _MOST_DIGITS
+    return plain and (name == "0" or name[0] != "0")
 
 
 def _names_all(schema: dict[str, Any]) -> bool:
     """Whether its properties are all that an object needs."""
     properties = schema.get("properties")
-    if not isinstance(properties, dict) or any(key in schema for key in _OPEN):
+    if not isinstance(properties, dict) or _SEVERAL & schema.keys():
+        return False
+    if any(key in schema for key in _OPEN):
         return False
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     return (

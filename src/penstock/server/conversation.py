@@ -26,6 +26,7 @@ logger = logging.getLogger("penstock.server")
 # What is read of texts that may be longer than the model takes; a million characters take a second.
 _MOST_CHARACTERS = 1 << 20
 _TOOLS = "Send fewer tools, or shorten their descriptions and schemas."
+_MOST_HINTS = 64  # of which it is known whether templates heed them
 _MOST_MARKS = 4  # of cache_control, as in Anthropic's API
 # What a template is given beside a request's own variables.
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -46,6 +47,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._pictures = pictures
         self._max_len = max_len
+        self._heeded: dict[Any, dict[str, Any]] = {}  # by template and variables
 
     def compile_templates(self, chosen: str | None) -> None:
         """Compile what conversations are written by, before a request would wait for it.
@@ -78,12 +80,31 @@ class Prompts:
         """Whether prompts can only be tokens."""
         return self._tokenizer is None
 
-    def variables(self, template: str | None) -> frozenset[str]:
-        """What a template reads; nothing where it can't be read itself, as rendering will say."""
+    def heeded(self, template: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Of these variables, those that a template reads; none where it refuses their values."""
+        key = (template, tuple(sorted(variables.items())))
+        if key not in self._heeded:
+            if len(self._heeded) >= _MOST_HINTS:
+                self._heeded.clear()
+            self._heeded[key] = self._tried(template, variables)
+        return dict(self._heeded[key])
+
+    def _tried(self, template: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:
+        def write(**more: Any) -> bool:
+            try:
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": "x"}], chat_template=template, **more
+                )
+            except ChatTemplateError:
+                return False
+            return True
+
         try:
-            return self.tokenizer.template_variables(template)
+            read = self.tokenizer.template_variables(template)
         except ChatTemplateError:
-            return frozenset()
+            return {}  # as rendering will say
+        chosen = {name: value for name, value in variables.items() if name in read}
+        return {} if chosen and not write(**chosen) and write() else chosen
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -54,7 +54,9 @@ class ResultPart(TextPart):
 
     def read(self) -> str:
         """Its text."""
-        return self.text or f"The tool {self.tool_name} can be called now."
+        if self.tool_name is None:
+            return self.text or ""
+        return f"The tool {self.tool_name} can be called now."
 
 
 class Block(TextPart):
@@ -232,7 +234,9 @@ class ToolChoice(Body):
 def offer_of_tools(
     tools: Sequence[ToolDefinition], choice: ToolChoice | None, found: Collection[str]
 ) -> Offer:
-    """The tools that may be called; of those that are deferred, the `found`. Raises ApiError."""
+    """The tools that may be called; of those that are deferred, the `found` and the one that must
+    be. Raises ApiError, for those that aren't told of, too.
+    """
     functions = [
         Function(
             f"tools[{i}]",
@@ -243,8 +247,23 @@ def offer_of_tools(
             "input_schema",
         )
         for i, tool in enumerate(tools)
-        if not tool.defer_loading or tool.name in found
     ]
+    missing = sorted(set(found) - {tool.name for tool in tools})
+    if missing:
+        raise ApiError(
+            400,
+            f"A tool_reference is to {missing[0][:64]!r}, which isn't among the tools. Send it "
+            "there.",
+            param="messages",
+        )
+    if any(tool.defer_loading for tool in tools):
+        offer_of(functions, Choice())  # whose checks are of all
+        told = {*found, None if choice is None else choice.name}
+        functions = [
+            function
+            for function, tool in zip(functions, tools, strict=True)
+            if not tool.defer_loading or tool.name in told
+        ]
     if choice is None:
         return offer_of(functions, Choice())
     modes: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": None}

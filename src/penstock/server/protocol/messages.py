@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -131,6 +131,7 @@ _EDITS: dict[str, type[Body]] = {
     "compact_20260112": CompactEdit,
     "clear_thinking_20251015": ThinkingEdit,
 }
+_MOST_EDITS = 16
 _IN_VAIN = "clear_tool_uses_20250919"
 """An edit that only makes prompts shorter: what it would leave out stays."""
 
@@ -139,6 +140,8 @@ def _edits(data: Any) -> Any:
     """One of a kind, and none that another server might know."""
     if not isinstance(data, list):
         return data
+    if len(data) > _MOST_EDITS:
+        raise ValueError(f"has {len(data):,} entries; at most {_MOST_EDITS} are read")
     kinds = [x.get("type") if isinstance(x, dict) else None for x in data]
     for i, kind in enumerate(kinds):
         if kind == _IN_VAIN:
@@ -228,7 +231,8 @@ class CountTokensRequest(Body):
         """The same as a chat's: from the last compaction on, which stands for all before it but
         the system's messages. Raises ApiError.
         """
-        turns, at = self._turns, self._compaction
+        turns = self._turns
+        at = _compaction(turns)
         made, opened = [], Conversation([])
         if at is not None:
             number, place = at
@@ -266,24 +270,13 @@ class CountTokensRequest(Body):
                 continue
             left -= 1
             rest = [b for b in blocks if left >= 0 or b.type not in _THOUGHTS]
-            found.append(turn.model_copy(update={"content": rest}))
+            if rest:
+                found.append(turn.model_copy(update={"content": rest}))
         return found[::-1]
 
     @property
     def _told(self) -> list[Message]:
         return [] if self.system is None else [Message(role="system", content=self._system)]
-
-    @property
-    def _compaction(self) -> tuple[int, int] | None:
-        """Which block of which message is the last compaction; one without a summary is none."""
-        for number in reversed(range(len(self.messages))):
-            blocks = self.messages[number].content
-            if isinstance(blocks, str) or self.messages[number].role != "assistant":
-                continue
-            for place in reversed(range(len(blocks))):
-                if blocks[place].type == "compaction" and blocks[place].content is not None:
-                    return number, place
-        return None
 
     def sealable(self, conversation: Conversation) -> Conversation:
         """What of a conversation a compaction has to keep: `system` comes with each request."""
@@ -312,6 +305,18 @@ class CountTokensRequest(Body):
         )
         found = {name for block in blocks for name in block.found}
         return offer_of_tools(self.tools or (), self.tool_choice, found)
+
+
+def _compaction(turns: Sequence[Turn]) -> tuple[int, int] | None:
+    """Which block of which turn is the last compaction; one without a summary is none."""
+    for number in reversed(range(len(turns))):
+        blocks = turns[number].content
+        if isinstance(blocks, str) or turns[number].role != "assistant":
+            continue
+        for place in reversed(range(len(blocks))):
+            if blocks[place].type == "compaction" and blocks[place].content is not None:
+                return number, place
+    return None
 
 
 def _opened(block: Block, place: str) -> Conversation:

@@ -50,13 +50,15 @@ def _here(tools: Any) -> Any:
     """Those that a model here can call; the others might as well not have been chosen."""
     if not isinstance(tools, list):
         return tools
-    kept = []
-    for tool in tools:
+    kept: list[Any] = []
+    for i, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
+        if tool is None:
+            raise ValueError(f"[{i}] is null; send an object")
         if kind in _ELSEWHERE:
             unheeded(f"tools ({kind})")
-        else:
-            kept.append(tool)
+            tool = None
+        kept.append(tool)
     return kept
 
 
@@ -290,7 +292,7 @@ class Asking(Inputs):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: (
         Annotated[
-            list[ResponseTool],
+            list[ResponseTool | None],
             Field(fail_fast=True, max_length=MOST_TOOLS),
             BeforeValidator(_here),
         ]
@@ -307,6 +309,7 @@ class Asking(Inputs):
         functions = [
             Function(f"tools[{i}]", x.name, x.description, x.parameters, bool(x.strict))
             for i, x in enumerate(self.tools or ())
+            if x is not None
         ]
         choice = self.tool_choice
         chosen = Choice(choice) if choice is None or isinstance(choice, str) else choice.choice()

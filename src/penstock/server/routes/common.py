@@ -230,11 +230,11 @@ async def hinted(
         return rendering
     template = rendering.chat_template
     own = template is service.config.chat_template
-    find = partial(service.prompts.variables, template)
-    read = find() if own else await service.compute(ticket, find, slow=True)
     for name, variables in hints.items():
-        heeded = {key: value for key, value in variables.items() if key in read}
-        if not heeded and any(variables.values()):  # else it asks for what there isn't anyway
+        find = partial(service.prompts.heeded, template, variables)
+        heeded = find() if own else await service.compute(ticket, find, slow=True)
+        # not to reason is what models do that don't
+        if not heeded and (any(variables.values()) or service.tooling.reasons):
             unheeded(name)
         given = heeded | given
     return replace(rendering, kwargs=given or None)

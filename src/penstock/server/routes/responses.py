@@ -224,7 +224,7 @@ class _Answer:
                 if choice is None or isinstance(choice, str)
                 else choice.model_dump()
             ),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": [tool.model_dump() for tool in body.tools or () if tool is not None],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": self._truncation,

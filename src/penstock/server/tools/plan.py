@@ -131,6 +131,11 @@ class Tooling:
             "reasoning": thinks,
         }
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the model reasons, by the server's own template."""
+        return self.describe()["reasoning"] != "none"
+
     def _check_allowed(self, offer: Offer) -> None:
         if offer.active and offer.mode == "auto" and not self._config.enable_auto_tool_choice:
             raise ApiError(
