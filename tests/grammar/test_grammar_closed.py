@@ -32,6 +32,7 @@ SHUT = {**A, "additionalProperties": False}
         (A | {"required": ["a"]}, SHUT | {"required": ["a"]}),
         (A | {"minProperties": 1}, SHUT | {"minProperties": 1}),
         ({"items": A, "prefixItems": [A]}, {"items": SHUT, "prefixItems": [SHUT]}),
+        ({"items": [A], "additionalItems": A}, {"items": [SHUT], "additionalItems": SHUT}),
         ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
         ({"allOf": [A], "description": "x"}, {"allOf": [SHUT], "description": "x"}),
         (
@@ -85,6 +86,12 @@ def test_objects_are_closed(schema: Any, made: Any) -> None:
         {"patternProperties": {"^a": A, "b$": A}},
         {"properties": {"a": {}}, "enum": [{"b": 1}]},
         {"items": A, "uniqueItems": True, "minItems": 9},
+        {"items": [{"not": {"$ref": "#/$defs/x"}}], "$defs": {"x": A}},
+        {
+            "items": [
+                {"properties": {"b": A}, "allOf": [{"properties": {"b": {"minProperties": 2}}}]}
+            ]
+        },
         # places written otherwise, or that aren't there
         {"allOf": [{"$ref": "#/$defs/a%3Cb%3E"}, {"maxProperties": 9}], "$defs": {"a<b>": A}},
         {"anyOf": [A], "items": {"$ref": "#/anyOf/00"}},
@@ -136,6 +143,7 @@ def test_time_is_linear_in_size() -> None:
     assert closed(union) == union
     chain: Any = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)}
     closed({"not": {"$ref": "#/$defs/d0"}, "$defs": {**chain, f"d{count}": A}})
+    closed({"items": [{"items": {"items": {}}} for _ in range(20 * count)]})
     assert time.process_time() - start < 2
 
 

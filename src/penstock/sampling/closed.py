@@ -36,6 +36,7 @@ _NAMES = ("$id", "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef")
 _MAPS = ("properties", "patternProperties")
 _DEFINITIONS = ("$defs", "definitions")
 _ONE = ("additionalItems", "additionalProperties", "items")
+_LISTS = ("items", "prefixItems")
 _MOST_DIGITS = 9
 
 
@@ -66,12 +67,15 @@ class _Closing:
 
     def _find(self, schema: Any) -> None:
         """Leave what holds together with others, from a schema on of which that isn't known."""
-        if not isinstance(schema, dict) or id(schema) in self._met | self._left:
+        if not isinstance(schema, dict) or id(schema) in self._met or id(schema) in self._left:
             return
         self._met.add(id(schema))
         if any(isinstance(schema.get(name), str) for name in _NAMES):
             raise _Unclear
-        alone = _alone(schema)
+        alone, own = _alone(schema), not _SEVERAL & schema.keys()
+        patterns = schema.get("patternProperties")
+        # names and patterns, or several patterns, may speak of one property
+        overlap = isinstance(patterns, dict) and (len(patterns) > 1 or "properties" in schema)
         for key, value in schema.items():
             if key in _DEFINITIONS and isinstance(value, dict):
                 for one in value.values():
@@ -82,24 +86,11 @@ class _Closing:
                 apart = key != "oneOf" or self._differ(schema)
                 for one in value:
                     self._find(one) if apart else self._leave(one)
-            elif alone is None and not _SEVERAL & schema.keys():
-                patterns = schema.get("patternProperties")
-                several = isinstance(patterns, dict) and len(patterns) > 1
-                overlap = several or (bool(patterns) and "properties" in schema)
-                self._find_own(key, value, overlap=overlap)
+            elif own and not (key in _MAPS and overlap):
+                for one in _within(key, value):
+                    self._find(one)
             else:
                 self._leave_all(key, value)
-
-    def _find_own(self, key: str, value: Any, *, overlap: bool) -> None:
-        """overlap: names and patterns, or several patterns, may speak of one property."""
-        if key in _MAPS and isinstance(value, dict):
-            for one in value.values():
-                self._leave(one) if overlap else self._find(one)
-        elif key in _ONE:
-            self._find(value)
-        elif key in ("items", "prefixItems") and isinstance(value, list):
-            for one in value:
-                self._find(one)
 
     def _leave_all(self, key: str, value: Any) -> None:
         if key in (*_MAPS, "dependentSchemas", "dependencies") and isinstance(value, dict):
@@ -156,21 +147,30 @@ class _Closing:
         return found
 
     def close(self, schema: Any) -> Any:
-        """The schema, closed."""
-        if not isinstance(schema, dict) or id(schema) in self._left:
+        """The schema, closed where it is known that it stands alone."""
+        if id(schema) not in self._met or id(schema) in self._left:
             return schema
         made = dict(schema)
         alone = _alone(schema)
         for key, value in schema.items():
             if key in (*_MAPS, *_DEFINITIONS) and isinstance(value, dict):
                 made[key] = {name: self.close(one) for name, one in value.items()}
-            elif key in _ONE and isinstance(value, dict):
+            elif isinstance(value, dict) and key in _ONE:
                 made[key] = self.close(value)
-            elif (key in ("items", "prefixItems") or key == alone) and isinstance(value, list):
+            elif isinstance(value, list) and (key in _LISTS or key == alone):
                 made[key] = [self.close(one) for one in value]
         if _names_all(schema):
             made["additionalProperties"] = False
         return made
+
+
+def _within(key: str, value: Any) -> list[Any]:
+    """The schemas of what an object or a list is made of."""
+    if key in _MAPS and isinstance(value, dict):
+        return list(value.values())
+    if key in _LISTS and isinstance(value, list):
+        return value
+    return [value] if key in _ONE else []
 
 
 def _alone(schema: dict[str, Any]) -> str | None:

@@ -58,8 +58,7 @@ class Body(BaseModel):
         fields = cls.model_fields
         unknown = {x for x in data.keys() - fields.keys() if data[x] is not None}
         nulls = any(value is None for value in data.values())
-        passed_over = cls.unsupported.keys() | cls.hints.keys()
-        if not unknown and not nulls and not passed_over & data.keys():  # or inherited
+        if not unknown and not nulls and not cls.unsupported.keys() & data.keys():  # or inherited
             return data
         kept = {
             name: value
@@ -76,7 +75,7 @@ class Body(BaseModel):
         for field, name in cls.hints.items():
             if kept.pop(field, None) not in _EMPTY and name:
                 unheeded(name)
-        for field in sorted(unknown - passed_over)[1:]:
+        for field in sorted(unknown - cls.unsupported.keys() - cls.hints.keys())[1:]:
             del kept[field]  # one is enough to refuse the body
         return kept
 
