@@ -13,6 +13,7 @@ from penstock.errors import ChatTemplateError, InvalidPromptError
 from penstock.models.vision.opening import open_pictures_of
 from penstock.models.vision.pictures import Picture, Pictures
 from penstock.server.errors import ApiError
+from penstock.server.hints import Hints
 from penstock.server.prompt import CHAT, COMPLETION, CONVERSATION, PromptText, Rendering, Source
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
@@ -26,7 +27,6 @@ logger = logging.getLogger("penstock.server")
 # What is read of texts that may be longer than the model takes; a million characters take a second.
 _MOST_CHARACTERS = 1 << 20
 _TOOLS = "Send fewer tools, or shorten their descriptions and schemas."
-_MOST_HINTS = 64  # of which it is known whether templates heed them
 _MOST_MARKS = 4  # of cache_control, as in Anthropic's API
 # What a template is given beside a request's own variables.
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -47,7 +47,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._pictures = pictures
         self._max_len = max_len
-        self._heeded: dict[Any, dict[str, Any]] = {}  # by template and variables
+        self.hints = Hints(tokenizer)
 
     def compile_templates(self, chosen: str | None) -> None:
         """Compile what conversations are written by, before a request would wait for it.
@@ -74,37 +74,6 @@ class Prompts:
     def max_len(self) -> int:
         """Tokens that the model takes."""
         return self._max_len
-
-    @property
-    def has_no_tokenizer(self) -> bool:
-        """Whether prompts can only be tokens."""
-        return self._tokenizer is None
-
-    def heeded(self, template: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Of these variables, those that a template reads; none where it refuses their values."""
-        key = (template, tuple(sorted(variables.items())))
-        if key not in self._heeded:
-            if len(self._heeded) >= _MOST_HINTS:
-                self._heeded.clear()
-            self._heeded[key] = self._tried(template, variables)
-        return dict(self._heeded[key])
-
-    def _tried(self, template: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:
-        def write(**more: Any) -> bool:
-            try:
-                self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": "x"}], chat_template=template, **more
-                )
-            except ChatTemplateError:
-                return False
-            return True
-
-        try:
-            read = self.tokenizer.template_variables(template)
-        except ChatTemplateError:
-            return {}  # as rendering will say
-        chosen = {name: value for name, value in variables.items() if name in read}
-        return {} if chosen and not write(**chosen) and write() else chosen
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -201,8 +170,8 @@ class Prompts:
             first = sorted(kept, key=lambda message: message.role not in ("system", "developer"))
             passages = [passage for message in first for passage in message.passages()]
             pins = max(pins, self._pins(passages, text, ids, rendering), key=len)
-        found = PromptText(made.tokens, text, len(left_out), pins, seen)
-        return replace(found, unpinned=len(marks) - len(pins))
+        missed = len(marks) - len(pins)
+        return PromptText(made.tokens, text, len(left_out), pins, seen, unpinned=missed)
 
     def _shortened(
         self,

@@ -66,8 +66,3 @@ class Rendering:
     kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     telling: Telling = field(default_factory=Telling)
-
-
-def thinking(on: bool) -> dict[str, Any]:
-    """Variables of templates of models that reason or don't: Qwen's, and DeepSeek's."""
-    return {"enable_thinking": on, "thinking": on}

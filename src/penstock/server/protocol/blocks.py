@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -11,11 +11,10 @@ from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import FunctionCall, Message, ToolCall
 from penstock.server.protocol.common import Body, CacheControl, Some
 from penstock.server.protocol.pictures import ContentPart, ImageSource
-from penstock.server.protocol.text_part import TEXT_PARTS, TextPart
+from penstock.server.protocol.text_part import TextPart
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
 
-_REFERENCE = "tool_reference"
 _FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "image": ("source",),
@@ -31,26 +30,9 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 class ResultPart(TextPart):
     """A part of what came of a call: text, or the name of a tool that was found by it."""
 
+    holds: ClassVar[Mapping[str, str]] = {**TextPart.holds, "tool_reference": "tool_name"}
+    why: ClassVar[str] = "Text and references to tools are read."
     tool_name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        """Before its fields, which are another kind's."""
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in (*TEXT_PARTS, _REFERENCE):
-            why = "Text and references to tools are read."
-            raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
-        return data
-
-    @model_validator(mode="after")
-    def _has_text(self) -> ResultPart:
-        name, other = ("tool_name", "text") if self.type == _REFERENCE else ("text", "tool_name")
-        if getattr(self, name) is None:
-            raise ValueError(f"a part of type {self.type!r} has no {name}")
-        if getattr(self, other) is not None:
-            raise ValueError(f"a part of type {self.type!r} has no {other}, but one is given")
-        return self
 
     def read(self) -> str:
         """Its text."""
@@ -62,6 +44,8 @@ class ResultPart(TextPart):
 class Block(TextPart):
     """A part of a message's content."""
 
+    holds: ClassVar[Mapping[str, str]] = dict.fromkeys(_FIELDS, "")  # more than a field each
+    why: ClassVar[str] = "Text, pictures, calls, their results, reasoning and compactions are read."
     text: str | None = None
     id: str | None = None  # of a call
     name: str | None = None
@@ -81,18 +65,8 @@ class Block(TextPart):
         "toolset_name": (),
     }
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        """Before its fields, which are another kind's."""
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in _FIELDS:
-            why = "Text, pictures, calls, their results, reasoning and compactions are read."
-            raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
-        return data
-
     @model_validator(mode="after")
-    def _has_text(self) -> Block:
+    def _has_its_own(self) -> Self:
         for name in _FIELDS.get(self.type, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"a part of type {self.type!r} has no {name}")

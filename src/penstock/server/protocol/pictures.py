@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from penstock.models.vision.opening import is_data
 from penstock.server.protocol.common import Body
-from penstock.server.protocol.text_part import TEXT_PARTS, TextPart
+from penstock.server.protocol.text_part import TextPart
 from penstock.server.validation import refusal
 
 IMAGE_PARTS = ("image_url", "input_image")
@@ -38,6 +38,11 @@ class ImageUrl(Body):
 class ContentPart(TextPart):
     """A part of a message's content: text, or a picture."""
 
+    holds: ClassVar[Mapping[str, str]] = {
+        **TextPart.holds,
+        **dict.fromkeys(IMAGE_PARTS, "image_url"),
+    }
+    why: ClassVar[str] = "Text and pictures are read."
     image_url: ImageUrl | str | None = None
     # of an answer's message that is sent back with all that it had beside its text, which says it
     hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -50,24 +55,8 @@ class ContentPart(TextPart):
         "uuid": (),
     }
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        """Before its fields, which are another kind's."""
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in (*TEXT_PARTS, *IMAGE_PARTS):
-            why = "Text and pictures are read."
-            raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
-        return data
-
     @model_validator(mode="after")
-    def _has_text(self) -> ContentPart:
-        name = "image_url" if self.type in IMAGE_PARTS else "text"
-        other = "text" if name == "image_url" else "image_url"
-        if getattr(self, name) is None:
-            raise ValueError(f"a part of type {self.type!r} has no {name}")
-        if getattr(self, other) is not None:
-            raise ValueError(f"a part of type {self.type!r} has no {other}, but one is given")
+    def _is_here(self) -> ContentPart:
         if isinstance(self.image_url, str):
             _check_url(self.image_url)
         return self

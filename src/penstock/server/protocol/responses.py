@@ -23,9 +23,8 @@ from penstock.server.protocol.common import (
     UserName,
 )
 from penstock.server.protocol.compaction import unsealed
-from penstock.server.protocol.pictures import IMAGE_PARTS, ContentPart
+from penstock.server.protocol.pictures import ContentPart
 from penstock.server.protocol.structure import TextFormat
-from penstock.server.protocol.text_part import TEXT_PARTS
 from penstock.server.protocol.tools import MOST_TOOLS, Mode, in_forms, only_functions
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
@@ -69,15 +68,10 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning", "comp
 class ItemPart(ContentPart):
     """A part of an item: text, a picture, or reasoning that is sent back."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        """Before its fields, which are another kind's."""
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in (*TEXT_PARTS, *IMAGE_PARTS, *_THOUGHTS):
-            why = "Text and pictures are read."
-            raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
-        return data
+    holds: ClassVar[Mapping[str, str]] = {
+        **ContentPart.holds,
+        **dict.fromkeys(_THOUGHTS, "text"),
+    }
 
 
 class InputItem(Body):

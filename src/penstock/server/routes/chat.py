@@ -17,6 +17,7 @@ from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.compaction import Conversation, Wanted
 from penstock.server.errors import ApiError, unsupported
+from penstock.server.hints import effort_hint
 from penstock.server.prompt import CHAT, PromptText
 from penstock.server.protocol.answers import ChatCompletion
 from penstock.server.protocol.chat import ChatRequest, RetentionRatio
@@ -27,7 +28,6 @@ from penstock.server.routes.common import (
     caller_of,
     check_samples,
     check_words,
-    effort_hint,
     hinted,
     last_of,
     made,

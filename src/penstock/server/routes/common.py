@@ -24,7 +24,6 @@ from penstock.server.prompt import (
     Rendering,
     Source,
     left_by_compaction,
-    thinking,
 )
 from penstock.server.protocol.chat import Message, TemplateFields
 from penstock.server.protocol.common import Body, SamplingFields
@@ -226,25 +225,16 @@ async def hinted(
     otherwise. hints: by the request's names for them, variables of templates.
     """
     service, given = service_of(request), dict(rendering.kwargs or {})
-    if not hints or service.prompts.has_no_tokenizer:
-        return rendering
     template = rendering.chat_template
     own = template is service.config.chat_template
     for name, variables in hints.items():
-        find = partial(service.prompts.heeded, template, variables)
+        find = partial(service.prompts.hints.heeded, template, variables)
         heeded = find() if own else await service.compute(ticket, find, slow=True)
         # not to reason is what models do that don't
         if not heeded and (any(variables.values()) or service.tooling.reasons):
             unheeded(name)
         given = heeded | given
     return replace(rendering, kwargs=given or None)
-
-
-def effort_hint(name: str, effort: str | None) -> dict[str, dict[str, Any]]:
-    """What a template may be told of how much a model shall reason."""
-    if effort is None:
-        return {}
-    return {name: thinking(False) if effort == "none" else {"reasoning_effort": effort}}
 
 
 async def prompt_of_messages(

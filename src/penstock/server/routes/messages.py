@@ -18,7 +18,8 @@ from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
 from penstock.server.compaction import Conversation, Wanted
 from penstock.server.errors import ApiError
-from penstock.server.prompt import ANTHROPIC, PromptText, Rendering, thinking
+from penstock.server.hints import effort_hint, thinking
+from penstock.server.prompt import ANTHROPIC, PromptText, Rendering
 from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.compaction import compaction_block
@@ -29,7 +30,6 @@ from penstock.server.routes.common import (
     answers,
     caller_of,
     check_stops,
-    effort_hint,
     hinted,
     last_of,
     prompt_of_messages,

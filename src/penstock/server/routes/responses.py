@@ -17,6 +17,7 @@ from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.compaction import Spent
+from penstock.server.hints import effort_hint
 from penstock.server.prompt import RESPONSE, PromptText, Rendering
 from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.compaction import compaction_item
@@ -27,7 +28,6 @@ from penstock.server.routes.common import (
     answers,
     caller_of,
     check_words,
-    effort_hint,
     hinted,
     last_of,
     now,
