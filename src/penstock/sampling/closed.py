@@ -40,7 +40,7 @@ _LISTS = ("items", "prefixItems")
 _MOST_DIGITS = 9
 
 
-class _Unclear(Exception):  # noqa: N818  nothing is wrong
+class _UnclearError(Exception):
     """Something is referred to that can't be found."""
 
 
@@ -54,7 +54,7 @@ def closed(schema: Any) -> Any:
         return schema
     try:
         return _Closing(schema).close(schema)
-    except (_Unclear, RecursionError):
+    except (_UnclearError, RecursionError):
         return schema
 
 
@@ -71,7 +71,7 @@ class _Closing:
             return
         self._met.add(id(schema))
         if any(isinstance(schema.get(name), str) for name in _NAMES):
-            raise _Unclear
+            raise _UnclearError
         alone, own = _alone(schema), not _SEVERAL & schema.keys()
         patterns = schema.get("patternProperties")
         # names and patterns, or several patterns, may speak of one property
@@ -110,7 +110,7 @@ class _Closing:
             return
         self._left.add(id(schema))
         if any(isinstance(schema.get(name), str) for name in _NAMES):
-            raise _Unclear
+            raise _UnclearError
         for key, value in schema.items():
             if key in _DEFINITIONS and isinstance(value, dict):
                 for one in value.values():
@@ -132,9 +132,9 @@ class _Closing:
         return True
 
     def _at(self, reference: Any) -> Any:
-        """The schema at a place. Raises _Unclear for one that isn't there, or elsewhere."""
+        """The schema at a place. Raises _UnclearError for one that isn't there, or elsewhere."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise _Unclear
+            raise _UnclearError
         found: Any = self._root
         for part in reference.split("/")[1:]:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -143,7 +143,7 @@ class _Closing:
             elif isinstance(found, list) and _is_index(name) and int(name) < len(found):
                 found = found[int(name)]
             else:
-                raise _Unclear
+                raise _UnclearError
         return found
 
     def close(self, schema: Any) -> Any:
