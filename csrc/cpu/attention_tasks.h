@@ -56,7 +56,7 @@ void finish_row(const AttentionArgs& a, int64_t token, int64_t head, float top, 
     store(lanes, set1(sum) * scale + exp(set1(sink - highest)));
     sum = lanes[0];
   }
-  T* out = static_cast<T*>(a.out) + ((token - a.first_token) * a.heads + head) * a.value_dim;
+  T* out = static_cast<T*>(a.out) + (token - a.first_token) * a.out_stride + head * a.value_dim;
   for (int64_t j = 0; j < a.value_dim; j += 16)
     store_some(out + j, load(values + j) * scale / set1(sum),
                a.value_dim - j < 16 ? static_cast<int>(a.value_dim - j) : 16);

@@ -75,7 +75,7 @@ class Head {
     for (int64_t i = 0; i < kChunk; i += 16) {
       const int c = static_cast<int>(std::clamp<int64_t>(count - i, 0, 16));
       store(fade_ + i, exp(rate * softplus(keep_first(load(fade_ + i), c, 0.0f) + shift)));
-      store(beta_ + i, sigmoid(keep_first(load(beta_ + i), c, 0.0f)));
+      store(beta_ + i, set1(a_.strength) * sigmoid(keep_first(load(beta_ + i), c, 0.0f)));
     }
   }
 
@@ -205,11 +205,22 @@ class Head {
 
 template <typename T>
 void gate_row(const GateByArgs& a, int64_t row) {
-  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+  const T* x = static_cast<const T*>(a.x) + row * a.x_stride + a.first;
   T* y = static_cast<T*>(a.y) + row * a.y_stride;
   for (int64_t j = 0; j < a.dim; j += 16) {
     const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
-    store_some(y + j, load_some(y + j, c) * sigmoid(load_some(x + j, c)), c);
+    const F16 by = a.plain ? load_some(x + j, c) : sigmoid(load_some(x + j, c));
+    store_some(y + j, load_some(y + j, c) * by, c);
+  }
+}
+
+template <typename T>
+void scale_row(const GateByArgs& a, int64_t row) {
+  T* y = static_cast<T*>(a.y) + row * a.y_stride;
+  const F16 by = set1(*a.number);
+  for (int64_t j = 0; j < a.dim; j += 16) {
+    const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
+    store_some(y + j, load_some(y + j, c) * by, c);
   }
 }
 
@@ -227,7 +238,8 @@ void delta_rule(const DeltaArgs& a) {
 }
 
 void gate_by(const GateByArgs& a) {
-  const auto row = a.dtype == DType::bf16 ? gate_row<bf16> : gate_row<float>;
+  auto row = a.dtype == DType::bf16 ? gate_row<bf16> : gate_row<float>;
+  if (a.number) row = a.dtype == DType::bf16 ? scale_row<bf16> : scale_row<float>;
   over_rows(a.rows * a.dim > kParallel ? a.threads : 1, a.rows, [&](int64_t r) { row(a, r); });
 }
 

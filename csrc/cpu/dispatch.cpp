@@ -168,6 +168,14 @@ thread_local Memory memory;
 
 std::atomic<int64_t> allocations{0};
 
+void* take_memory(size_t bytes) {
+  const bool large = bytes >= kLargePage / 2;
+  void* data = std::aligned_alloc(large ? kLargePage : 4096, bytes);
+  if (!data) throw std::bad_alloc();
+  if (large) madvise(data, bytes, MADV_HUGEPAGE);
+  return data;
+}
+
 void* scratch(Scratch purpose, size_t bytes) {
   const int i = static_cast<int>(purpose);
   if (memory.bytes[i] < bytes) {
@@ -175,10 +183,10 @@ void* scratch(Scratch purpose, size_t bytes) {
     allocations++;
     const size_t unit = bytes < kLargePage / 2 ? 4096 : kLargePage;
     const size_t rounded = (bytes + bytes / 4 + unit - 1) / unit * unit;
-    memory.data[i] = std::aligned_alloc(unit, rounded);
-    if (unit == kLargePage && memory.data[i]) madvise(memory.data[i], rounded, MADV_HUGEPAGE);
-    memory.bytes[i] = memory.data[i] ? rounded : 0;
-    if (!memory.data[i]) throw std::bad_alloc();
+    memory.data[i] = nullptr;
+    memory.bytes[i] = 0;
+    memory.data[i] = take_memory(rounded);
+    memory.bytes[i] = rounded;
   }
   return memory.data[i];
 }

@@ -161,8 +161,8 @@ void take_experts(const ExpertsArgs& a, Routes& r) {
 
 void of_rows(const ExpertsArgs& a) {
   LinearArgs router = a.router;
-  router.x = a.x;
-  router.x_stride = a.x_stride;
+  router.x = a.asked ? a.asked : a.x;
+  router.x_stride = a.asked ? a.asked_stride : a.x_stride;
   router.rows = a.rows;
   router.threads = a.threads;
   router.y = kept<float>(Scratch::change, a.rows * a.count);
@@ -196,6 +196,7 @@ void experts(const ExpertsArgs& a) {
     const int64_t size = size_of(a.up.dtype);
     some.rows = std::min(most, a.rows - first);
     some.x = static_cast<const char*>(a.x) + first * a.x_stride * size;
+    if (a.asked) some.asked = static_cast<const char*>(a.asked) + first * a.asked_stride * size;
     some.y = static_cast<char*>(a.y) + first * a.y_stride * size;
     of_rows(some);
   }

@@ -76,6 +76,7 @@ struct EmbeddingArgs {
   const int32_t* tokens;
   const void* weight;
   void* out;
+  int64_t out_stride;  // elements from a row to the next
   int64_t count, dim, vocab;
   int64_t panel_k;  // k of the panels, or 0 for a plain [vocab, dim] table
   Weight kind;
@@ -97,7 +98,8 @@ struct NormArgs {
   const float* weight;
   const float* bias;  // may be null
   void* out;          // contiguous
-  int64_t rows, dim;
+  int64_t rows, dim;  // dim: of a group, each of which is normed by itself
+  int64_t groups;     // of a row, side by side
   float eps;
   bool centre;  // layer norm
   DType dtype;
@@ -185,6 +187,7 @@ struct Scales {
 // Layouts of the caches: ops/rotary_cache.py. A block is contiguous; the next may be anywhere behind it.
 struct RotaryCacheArgs {
   const void* q;  // [tokens, heads · dim]; k [tokens, kv_heads · dim], v [tokens, kv_heads · kept]
+  int64_t parts;  // 3: all of these; 2: k is v too; 1: q alone, and nothing is written
   const void* k;
   const void* v;
   int64_t stride;  // elements between the rows of each
@@ -192,6 +195,7 @@ struct RotaryCacheArgs {
   const float* k_norm;
   bool norm_all;  // over all heads together: q_norm [heads · dim], k_norm [kv_heads · dim]
   bool weighs_turned;  // norms' weights multiply heads once they are rotated
+  bool norm_values;    // each head of v, without weights
   float eps;
   const float* cos_sin;  // [positions, rotary_dim], may be null
   int64_t num_positions, rotary_dim;
@@ -233,7 +237,8 @@ struct AttentionArgs {
   const int32_t* block_table;
   int64_t table_stride;
   int64_t table_tokens;  // of an entry: block_size, or more where ranks share blocks (ring.h)
-  void* out;             // [tokens, heads · value_dim] contiguous
+  void* out;             // [tokens, heads · value_dim]
+  int64_t out_stride;    // elements from a token to the next
   int64_t first_query;   // the token whose query is q's first
   int64_t first_token;   // the one whose row is out's first
   int64_t sequences, heads, kv_heads, dim, padded_dim, blocks, block_size;
@@ -244,7 +249,7 @@ struct AttentionArgs {
   int64_t sink_tokens;  // 0: none; seen from any distance, beside the window
   float softcap;        // 0: none
   const float* sinks;   // [heads], may be null
-  bool whole;          // queries see what comes after them too; there is no window then
+  bool whole;          // queries see what comes after them too; a window says how far back
   bool at_sinks;       // the kernel's own: of sink_tokens alone, by the queries that are theirs
   DType dtype;
   int threads;
@@ -453,6 +458,10 @@ enum class Scratch : int {
   places, picked, hidden, change, routed, products, found, all_rows, queries, carried, delta, count
 };
 void* scratch(Scratch purpose, size_t bytes);
+
+// For std::free; from 1 MB on in pages of 2 MB, where the system has them: rows of activations lie on more
+// small ones than a core remembers the places of. Throws bad_alloc.
+void* take_memory(size_t bytes);
 
 // How often scratch memory or a program's buffers have been taken from the system, by all threads.
 extern std::atomic<int64_t> allocations;

@@ -1,7 +1,7 @@
 // y = x · W by AMX tiles; the same bits as linear.cpp.
 //
-// A tile of weights is 16 lines of a panel, as it lies or widened; rows are copied into tiles of 16 first
-// (power-of-two strides would alias in L1). Two tiles of rows meet two panels. Where groups of K have
+// A tile of weights is 16 lines of a panel, as it lies or widened; one of rows lies in 16 of them. Two tiles of
+// rows meet two panels. Where groups of K have
 // scales of their own, tile_groups.h does it, of K-quants by int8 tile_records.h.
 #include "row_largest.h"
 #include "tile_groups.h"
@@ -13,7 +13,7 @@ namespace {
 // A block of a pair of panels stays in L1 while rows pass it, which L1 doesn't keep; a block of rows in L2
 // while panels pass. A core has 48 KB and 2 MB.
 constexpr int64_t kBlockBytes = 20 * 1024;   // of a panel
-constexpr int64_t kRowsBytes = 960 * 1024;   // of packed rows, with all of K
+constexpr int64_t kRowsBytes = 1100 * 1024;  // of packed rows, with all of K
 constexpr int64_t kDepthBytes = 640 * 1024;  // and of at least kLeastTiles with a part of it, beside their sums
 constexpr int64_t kLeastTiles = 16, kMostTiles = 64;  // row tiles
 constexpr int64_t kGroupRowsBytes = 1200 * 1024;  // of packed rows, where groups have scales of their own …
@@ -31,13 +31,14 @@ struct Blocks {
 
 // Two row tiles and two panels, over some of K.
 struct Tiles {
-  const unsigned char* rows;    // the second tile lies behind the first
+  const unsigned char* rows;
   const unsigned char* panels;  // the second `stride` bytes from the first
   int64_t stride;
   int64_t count;       // tiles of K
   int64_t bytes;       // of a tile
-  int64_t pitch;       // bytes from one tile of rows to the next
-  int64_t row_bytes;   // of one of its rows
+  int64_t second;      // bytes from the first tile of rows to the second
+  int64_t row_bytes;   // of a row in a tile
+  int64_t row_stride;  // bytes from a row to the next
   int64_t ahead;       // where panels come from memory: so far ahead it is asked for; else 0
   const float* from;   // sums so far (4 tiles: panel × row tile); null: zero
   float* to;
@@ -70,20 +71,21 @@ template <bool TwoRows, bool Streams, bool Ints, Way W, Sum S>
   }
   const unsigned char *rows = t.rows, *panel = t.panels, *next = upcoming.at;
   const int64_t bytes = t.bytes, ahead = t.ahead, stride = t.stride;
-  [[maybe_unused]] const int64_t row_bytes = t.row_bytes;
+  [[maybe_unused]] const int64_t row_stride = t.row_stride, second = t.second;
+  const int64_t row_bytes = t.row_bytes;
   const int64_t each = upcoming.left > 0 ? upcoming.each : 0, next_stride = upcoming.stride;
-  for (int64_t count = t.count; count > 0; count--, rows += t.pitch, panel += bytes) {
+  for (int64_t count = t.count; count > 0; count--, rows += row_bytes, panel += bytes) {
     if (ahead) {
       const int64_t place = count * bytes > ahead ? ahead : ahead + stride;  // beyond its end: of the next pair's
       prefetch_lines(panel + place, bytes);
       prefetch_lines(panel + stride + place, bytes);
     }
     if constexpr (Streams) {
-      TILE_STREAM_ROWS(4, rows, row_bytes);
-      if constexpr (TwoRows) TILE_STREAM_ROWS(5, rows + bytes, row_bytes);
+      TILE_STREAM_ROWS(4, rows, row_stride);
+      if constexpr (TwoRows) TILE_STREAM_ROWS(5, rows + second, row_stride);
     } else {
-      TILE_LOAD_ROWS(4, rows, row_bytes);
-      if constexpr (TwoRows) TILE_LOAD_ROWS(5, rows + bytes, row_bytes);
+      TILE_LOAD_ROWS(4, rows, row_stride);
+      if constexpr (TwoRows) TILE_LOAD_ROWS(5, rows + second, row_stride);
     }
     TILE_LOAD_WEIGHTS(6, panel);
     TILE_LOAD_WEIGHTS(7, panel + stride);
@@ -183,8 +185,8 @@ class Product {
     Tiles t = {};
     t.count = depth.last - depth.first;
     t.bytes = x_.bytes;
-    t.pitch = x_.pitch;
     t.row_bytes = x_.row_bytes;
+    t.row_stride = x_.stride;
     t.panels = panel(p, 0, depth);
     t.stride = two ? panel(p + 1, 1, depth) - t.panels : 0;
     const bool asked = row_pairs_ > 1 && p > panels_.first;
@@ -194,6 +196,7 @@ class Product {
       t.from = depth.first ? sums : nullptr;
       t.to = ends ? ring_ + (turn_++ % 2) * 4 * kSums : sums;
       const bool both = m + 1 < tiles_.last;
+      if (both) t.second = x_.tile(m + 1, depth.first) - t.rows;
       if (row_pairs_ == 1)
         both ? multiply_tiles<true, false, Ints, W, S>(t, upcoming_, finish_)
              : multiply_tiles<false, false, Ints, W, S>(t, upcoming_, finish_);
@@ -294,8 +297,9 @@ Deal deal_pairs(const LinearArgs& a, const Packed& x) {
 void linear_tiles(const LinearArgs& a) {
   const Packed x = shape(a);
   const Deal parts = deal_pairs(a, x);
-  over_rows(a.threads, x.row_tiles * kTileRows / kPackRows,
-            [&](int64_t i) { pack_rows(a, x, i * kPackRows); });
+  const int64_t first = x.ready * kTileRows;
+  over_rows(a.threads, (x.row_tiles * kTileRows - first) / kPackRows,
+            [&](int64_t i) { pack_rows(a, x, first + i * kPackRows); });
   const RowLargest largest(a, parts.parts);
   parallel(a.threads, parts.parts, [&](int64_t i) {
     const Range pairs = parts.part(i);

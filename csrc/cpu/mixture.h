@@ -14,6 +14,7 @@ struct Routing {
   int64_t groups, top_groups;  // of experts, and how many of them can be chosen from; 1, 1: none
   float scale;                 // of the weights
   float eps;                   // beside the sum of sigmoids that are normalized
+  const float* each;           // [experts], may be null: multiplies the weights of each
 };
 
 struct RouteArgs {
@@ -55,6 +56,8 @@ struct SharedExperts {
 struct ExpertsArgs {
   const void* x;
   int64_t x_stride;
+  const void* asked;  // what the router reads in place of x; may be null
+  int64_t asked_stride;
   void* y;
   int64_t y_stride;
   int64_t rows, count;

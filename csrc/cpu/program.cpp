@@ -51,6 +51,9 @@ void call(const RowsArgs& a) {
                        static_cast<size_t>(a.row_bytes));
 }
 
+template <typename T, typename... Ts>
+constexpr bool is_one_of = (std::is_same_v<T, Ts> || ...);
+
 LinearVariant variant_for(const Program::Node& node, int64_t rows) {
   for (const auto& [most, variant] : node.variants)
     if (rows <= most) return variant;
@@ -59,8 +62,40 @@ LinearVariant variant_for(const Program::Node& node, int64_t rows) {
 
 }  // namespace
 
+// Rows lie an odd number of lines apart, where all that read and write a value can do with it: products by tiles
+// read and write sixteen and more of them side by side, which would meet in a few sets of the caches.
+void Program::find_strides() {
+  constexpr int64_t line = 64;
+  std::vector<bool> can(values_.size(), true);
+  for (const Node& node : nodes_)
+    std::visit(
+        [&]<typename Args>(const Args&) {
+          constexpr bool reads = is_one_of<Args, LinearArgs, AddArgs, LoraArgs, GateArgs, ExpertsArgs, GateRowsArgs,
+                                           GateByArgs, RotaryCacheArgs>;
+          constexpr bool writes = is_one_of<Args, LinearArgs, AddArgs, LoraArgs, EmbeddingArgs, ExpertsArgs,
+                                            AttentionArgs, GateRowsArgs, GateByArgs>;
+          const auto rule_out = [&](int value) {
+            if (value >= 0) can[static_cast<size_t>(value)] = false;
+          };
+          bool may_read = reads;
+          if (const auto* norm = std::get_if<NormArgs>(&node.args)) may_read = norm->groups == 1;
+          if (!may_read) rule_out(node.x);
+          if (!writes) rule_out(node.y);
+          rule_out(node.z);
+        },
+        node.args);
+  strides_.resize(values_.size());
+  for (size_t i = 0; i < values_.size(); i++) {
+    const Value& value = values_[i];
+    const int64_t size = size_of(value.dtype), lines = (value.columns * size + line - 1) / line;
+    const bool free = can[i] && static_cast<int>(i) != logits_;
+    strides_[i] = free ? (lines | 1) * line / size : value.columns;
+  }
+}
+
 void Program::finish(int logits) {
   logits_ = logits;
+  find_strides();
   std::vector<size_t> last(values_.size(), 0);
   for (size_t i = 0; i < nodes_.size(); i++)
     for (int value : {nodes_[i].x, nodes_[i].y, nodes_[i].z})
@@ -74,10 +109,8 @@ void Program::finish(int logits) {
         free.push_back(static_cast<int>(buffers_.size()));
         buffers_.emplace_back();
       }
-      const Value& value = at(y);
       Buffer& buffer = buffers_[static_cast<size_t>(free.back())];
-      buffer.row_bytes = std::max(buffer.row_bytes,
-                                  value.columns * (value.dtype == DType::bf16 ? 2 : 4));
+      buffer.row_bytes = std::max(buffer.row_bytes, stride(y) * size_of(at(y).dtype));
       buffer_of_[static_cast<size_t>(y)] = free.back();
       free.pop_back();
     }
@@ -205,7 +238,7 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
   const Value& out = at(node.y);
   const int64_t rows = out.sampled ? step.sampled : step.count;
   const void* x = data(node.x, output);
-  const int64_t stride = node.x < 0 ? 0 : at(node.x).columns;
+  const int64_t stride = node.x < 0 ? 0 : this->stride(node.x), y_stride = this->stride(node.y);
   if constexpr (std::is_same_v<Args, LinearArgs>) {
     a.x = x;
     a.x_stride = stride;
@@ -213,10 +246,10 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.variant = variant_for(node, rows);
     if (a.adds) {
       a.residual = y;
-      a.residual_stride = out.columns;
+      a.residual_stride = y_stride;
     } else {
       a.y = y;
-      a.y_stride = out.columns;
+      a.y_stride = y_stride;
     }
     if (output.largest && node.y == logits_) {
       a.largest = output.largest;
@@ -230,17 +263,18 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.count = rows;
     if (node.x >= 0) a.weight = x;
     a.out = y;
+    a.out_stride = y_stride;
   } else if constexpr (std::is_same_v<Args, NormArgs>) {
     a.x = x;
-    a.x_stride = stride;
-    a.rows = rows;
+    a.x_stride = stride / a.groups;
+    a.rows = rows * a.groups;
     a.out = y;
   } else if constexpr (std::is_same_v<Args, AddArgs>) {
     a.x = x;
     a.x_stride = stride;
     a.rows = rows;
     a.residual = y;
-    a.residual_stride = out.columns;
+    a.residual_stride = y_stride;
   } else if constexpr (std::is_same_v<Args, SoftcapArgs>) {
     a.x = static_cast<float*>(y);
     a.count = rows * out.columns;
@@ -255,14 +289,18 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.rows = rows;
     a.adapters = step.adapters;
     a.y = y;
-    a.y_stride = out.columns;
+    a.y_stride = y_stride;
   } else if constexpr (std::is_same_v<Args, ExpertsArgs>) {
     a.x = x;
     a.x_stride = stride;
     a.rows = rows;
     a.y = y;
-    a.y_stride = out.columns;
+    a.y_stride = y_stride;
     a.used = &experts_used_;
+    if (node.z >= 0) {
+      a.asked = data(node.z, output);
+      a.asked_stride = this->stride(node.z);
+    }
   } else if constexpr (std::is_same_v<Args, RotaryCacheArgs>) {
     place_heads(a, x, stride);
     a.positions = step.positions;
@@ -281,7 +319,7 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.x = x;
     a.x_stride = stride;
     a.y = y;
-    a.y_stride = out.columns;
+    a.y_stride = y_stride;
     a.rows = rows;
   } else if constexpr (std::is_same_v<Args, LatentCacheArgs>) {
     a.x = y;  // which nobody writes
@@ -365,6 +403,7 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.q = x;
     take_sequences(a, step);
     a.out = y;
+    a.out_stride = y_stride;
   }
 }
 
@@ -376,8 +415,7 @@ void Program::reserve(int64_t rows) {
     buffer.data.reset();
     buffer.bytes = 0;
     allocations++;
-    buffer.data.reset(std::aligned_alloc(64, bytes));
-    if (!buffer.data) throw std::bad_alloc();
+    buffer.data.reset(take_memory(bytes));
     buffer.bytes = bytes;
   }
 }
@@ -392,7 +430,7 @@ int64_t Program::touched(int64_t tokens, int64_t sampled) const {
   std::vector<int64_t> used(buffers_.size(), 0);
   const auto bytes = [&](int value) {
     const Value& v = at(value);
-    return v.columns * (v.sampled ? sampled : tokens) * size_of(v.dtype);
+    return stride(value) * (v.sampled ? sampled : tokens) * size_of(v.dtype);
   };
   std::vector<bool> elsewhere(values_.size(), false);  // where ranks meet
   for (size_t x = 0; x < values_.size(); x++) {

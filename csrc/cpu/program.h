@@ -48,7 +48,7 @@ inline void place_heads(RotaryCacheArgs& a, const void* qkv, int64_t stride) {
   const int64_t head = a.dim * (a.dtype == DType::bf16 ? 2 : 4);
   a.q = data;
   a.k = data + a.heads * head;
-  a.v = data + (a.heads + a.kv_heads) * head;
+  a.v = data + (a.heads + (a.parts == 2 ? 0 : a.kv_heads)) * head;
   a.stride = stride;
 }
 
@@ -91,6 +91,9 @@ class Program {
   void finish(int logits);
   int logits() const { return logits_; }
 
+  // Elements from a row of a value to its next one.
+  int64_t stride(int value) const { return strides_.at(static_cast<size_t>(value)); }
+
   // Gives buffers the size that steps of up to `rows` tokens, or sampled rows, need, so that those
   // allocate nothing.
   void reserve(int64_t rows);
@@ -125,6 +128,7 @@ class Program {
   };
 
   void* data(int value, const Output& output) const;
+  void find_strides();
   // Which products ranks put together without copying them, and where their parts are read.
   void find_direct();
   void write_direct(LinearArgs& a, const Node& node, const Output& output);
@@ -136,6 +140,7 @@ class Program {
   std::vector<Value> values_;
   std::vector<Node> nodes_;
   std::vector<int> buffer_of_;
+  std::vector<int64_t> strides_;
   // Of a product's value, whose columns a rank writes where all will read them: the node that says when
   // they may; −1 of others. And where what that node gives lies in this run, if it is there.
   std::vector<int> gathered_by_;

@@ -77,6 +77,7 @@ void ring_attention(const RingArgs& given) {
   RingArgs a = given;
   AttentionArgs& seen = a.attention;
   seen.out = a.out;
+  seen.out_stride = seen.heads * seen.value_dim;
   seen.first_token = a.rows[a.at.rank];
   seen.threads = a.threads;
   if (seen.latent) {

@@ -19,16 +19,17 @@ void take_head(const T* x, int64_t dim, const float* weight, F16 scale, float* o
   }
 }
 
-// body(h, head as floats) for each of `heads` heads of `dim` in a row at x, normalised where asked.
+// body(h, head as floats) for each of `heads` heads of `dim` in a row at x, normalised where there is a
+// `norm`, or `normed` without weights.
 template <typename T, typename Body>
 void each_head(const RotaryCacheArgs& a, const T* x, int64_t heads, int64_t dim, const float* norm,
-               float* head, Body body) {
+               bool normed, float* head, Body body) {
   F16 scale = set1(1.0f);
   const bool weighs = norm && !a.weighs_turned;
   if (norm && a.norm_all) scale = inverse_deviation(x, heads * dim, 0.0f, a.eps);
   for (int64_t h = 0; h < heads; h++) {
     const T* from = x + h * dim;
-    if (norm && !a.norm_all) scale = inverse_deviation(from, dim, 0.0f, a.eps);
+    if (normed || (norm && !a.norm_all)) scale = inverse_deviation(from, dim, 0.0f, a.eps);
     take_head(from, dim, weighs ? norm + (a.norm_all ? h * dim : 0) : nullptr, scale, head);
     body(h);
   }
@@ -292,7 +293,7 @@ void turn_queries(const RotaryCacheArgs& a, int64_t t, int64_t position, T* out,
   const T* q = static_cast<const T*>(a.q) + t * a.stride;
   if (turns_only(a)) return turn_heads(q, a.heads, a.dim, cos_sin, out);
   const int64_t group = a.heads / a.kv_heads;
-  each_head(a, q, a.heads, a.dim, a.q_norm, head, [&](int64_t h) {
+  each_head(a, q, a.heads, a.dim, a.q_norm, false, head, [&](int64_t h) {
     turn_head(a, cos_sin, a.q_norm, head);
     const float* from = in_basis(a, 0, h / group, head, head + a.dim + 16);
     for (int64_t j = 0; j < a.kept; j += 16)
@@ -313,18 +314,18 @@ void one_query(const RotaryCacheArgs& a, int64_t t, float* head) {
 // The key and value of token t, into a slot.
 template <typename T>
 void one_slot(const RotaryCacheArgs& a, int64_t t, int64_t slot, float* head) {
-  if (slot < 0) return;
+  if (slot < 0 || a.parts == 1) return;
   const float* cos_sin = angles(a, a.positions[t]);
   const int64_t block = slot / a.block_size, offset = slot % a.block_size;
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
-  each_head(a, key, a.kv_heads, a.dim, a.k_norm, head, [&](int64_t h) {
+  each_head(a, key, a.kv_heads, a.dim, a.k_norm, false, head, [&](int64_t h) {
     turn_head(a, cos_sin, a.k_norm, head);
     float* own = in_basis(a, 1, h, head, head + a.dim + 16);
     if (a.recent.slots) return keep_head<Key>(a, own, a.recent.keys, h, slot);
     write_head<T>(a, own, Key{}, {block, h, offset});
   });
   const T* value = static_cast<const T*>(a.v) + t * a.stride;
-  each_head(a, value, a.kv_heads, a.kept, nullptr, head, [&](int64_t h) {
+  each_head(a, value, a.kv_heads, a.kept, nullptr, a.norm_values, head, [&](int64_t h) {
     if (a.recent.slots) keep_head<Value>(a, head, a.recent.values, h, slot);
     write_head<T>(a, head, Value{}, {block, h, offset});
   });
@@ -352,7 +353,7 @@ void rotary_cache(const RotaryCacheArgs& a) {
   over_rows(threads, a.tokens + a.copied, [&](int64_t row) {
     a.dtype == DType::bf16 ? one_row<bf16>(a, row) : one_row<float>(a, row);
   });
-  if (a.recent.slots) round_full_groups(a, threads);
+  if (a.recent.slots && a.parts > 1) round_full_groups(a, threads);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

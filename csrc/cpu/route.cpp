@@ -107,6 +107,7 @@ void route_row(const RouteArgs& a, int64_t row) {
     if (!a.by.normalize) sum = exponentials(x, a.experts, peak, nullptr);
   }
   for (int64_t j = 0; j < k; j++) weights[j] = weights[j] / sum * a.by.scale;
+  for (int64_t j = 0; a.by.each && j < k; j++) weights[j] *= a.by.each[chosen[j]];
 }
 
 template <typename T>

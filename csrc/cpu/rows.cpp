@@ -160,7 +160,7 @@ void quantized_column(const EmbeddingArgs& a, int64_t id, bf16* out) {
 
 template <typename T>
 void embed_row(const EmbeddingArgs& a, int64_t row) {
-  T* out = static_cast<T*>(a.out) + row * a.dim;
+  T* out = static_cast<T*>(a.out) + row * a.out_stride;
   const int64_t id = a.tokens[row];
   if (a.panel_k == 0)
     __builtin_memcpy(out, static_cast<const T*>(a.weight) + id * a.dim,

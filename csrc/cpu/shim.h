@@ -140,6 +140,7 @@ struct Router {
   bool sigmoid;
   int64_t groups, top_groups;
   double scale, eps;
+  const Optional& each;
 };
 
 // Which ranks share them, and how: SharedExperts.
@@ -152,12 +153,14 @@ struct SharedBy {
 };
 
 // intermediate, out_features: of the matrices that are given.
-ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
+ExpertsArgs experts_args(Form x, Form asked, const Tensor& router, const Optional& router_bias,
                          const ExpertMatrices& up, const ExpertMatrices& down, const Router& by,
                          int64_t intermediate, int64_t out_features, int64_t activation,
                          bool gated, const SharedBy& shared);
 // Of the result.
 int64_t columns_of(const ExpertsArgs& a);
+// What a router reads is like x, but for its width.
+void check_asked(Form asked, Form x);
 Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, const Tensor& up,
                Optional up_scale, Optional up_zero, Optional up_outer, Optional up_input_scale,
                Optional up_bias, const Tensor& down, Optional down_scale, Optional down_zero,
@@ -167,7 +170,7 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
                int64_t groups, int64_t top_groups, double scale, Optional meeting,
                Optional up_bounds, Optional down_bounds, Optional expert_bounds, int64_t rank,
-               double eps, bool gated);
+               double eps, bool gated, Optional asked, Optional each);
 
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 
@@ -186,7 +189,8 @@ struct CacheTensors {
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
                                   bool interleaved, const CacheTensors& cache, int64_t sink_reach,
-                                  const Optional& bases);
+                                  const Optional& bases, bool norm_values = false,
+                                  int64_t parts = 3);
 AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
                              double scale, int64_t window, double softcap, const Optional& sinks,
                              bool causal, int64_t sink_tokens);
@@ -223,7 +227,8 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
                     Optional key_scale, Optional value_scale, Optional recent_keys,
                     Optional recent_values, Optional recent_slots, Optional recent_window,
-                    Optional copies, int64_t sink_reach, Optional bases);
+                    Optional copies, int64_t sink_reach, Optional bases, bool norm_values,
+                    int64_t parts);
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,

@@ -146,13 +146,14 @@ void take_shape(const CacheShape& shape, Args& a) {
 
 // Dimensions of a head, of queries and of what is kept, from those of all of them.
 void take_widths(RotaryCacheArgs& a, int64_t columns, const Optional& bases) {
-  const int64_t all = a.heads + 2 * a.kv_heads;
+  const int64_t all = a.heads + (a.parts - 1) * a.kv_heads;
   if (!bases) {
     a.dim = a.kept = columns / all;
     STD_TORCH_CHECK(a.dim > 0 && columns == a.dim * all, "rotary_cache: ", columns,
-                    " columns aren't ", a.heads, " + 2 · ", a.kv_heads, " heads");
+                    " columns aren't ", a.heads, " + ", a.parts - 1, " · ", a.kv_heads, " heads");
     return;
   }
+  STD_TORCH_CHECK(a.parts == 3, "rotary_cache: bases are of queries and keys beside values");
   STD_TORCH_CHECK(bases->dim() == 4 && bases->size(0) == 2 && bases->size(1) == a.kv_heads &&
                       a.heads % a.kv_heads == 0,
                   "rotary_cache: bases must be [2, ", a.kv_heads, ", dim, kept]");
@@ -172,12 +173,16 @@ void take_widths(RotaryCacheArgs& a, int64_t columns, const Optional& bases) {
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
                                   bool interleaved, const CacheTensors& cache,
-                                  int64_t sink_reach, const Optional& bases) {
+                                  int64_t sink_reach, const Optional& bases, bool norm_values,
+                                  int64_t parts) {
   RotaryCacheArgs a = {};
   a.dtype = qkv.dtype;
+  a.norm_values = norm_values;
+  a.parts = parts;
   a.heads = heads;
   a.sink_reach = sink_reach;
   STD_TORCH_CHECK(sink_reach >= 0, "rotary_cache: sink_reach is negative: ", sink_reach);
+  STD_TORCH_CHECK(parts >= 1 && parts <= 3, "rotary_cache: parts are 1 to 3, not ", parts);
   STD_TORCH_CHECK(cache.keys.dim() == 6 && heads > 0,
                   "rotary_cache: key_cache must have 6 dimensions, has ", cache.keys.dim());
   a.kv_heads = cache.keys.size(1);
@@ -187,7 +192,7 @@ RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_nor
   a.q_norm = floats(q_norm, a.norm_all ? heads * a.dim : a.dim, "rotary_cache: q_norm");
   a.k_norm = floats(k_norm, a.norm_all ? a.kv_heads * a.dim : a.dim, "rotary_cache: k_norm");
   a.weighs_turned = q_norm && q_norm->dim() == 2;
-  STD_TORCH_CHECK((k_norm && k_norm->dim() == 2) == a.weighs_turned,
+  STD_TORCH_CHECK(parts == 1 || (k_norm && k_norm->dim() == 2) == a.weighs_turned,
                   "rotary_cache: q_norm and k_norm have weights at different places");
   a.eps = static_cast<float>(eps);
   if (cos_sin) {
@@ -229,12 +234,13 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
                     Optional key_scale, Optional value_scale, Optional recent_keys,
                     Optional recent_values, Optional recent_slots, Optional recent_window,
-                    Optional copies, int64_t sink_reach, Optional bases) {
+                    Optional copies, int64_t sink_reach, Optional bases, bool norm_values,
+                    int64_t parts) {
   RotaryCacheArgs a = rotary_cache_args(
       form_of(qkv, "rotary_cache: qkv"), heads, q_norm, k_norm, eps, cos_sin, interleaved,
       {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values, recent_slots,
        recent_window},
-      sink_reach, bases);
+      sink_reach, bases, norm_values, parts);
   a.tokens = qkv.size(0);
   a.positions = integers(positions, a.tokens, "rotary_cache: positions");
   a.slots = integers(slots, a.tokens, "rotary_cache: slots");
@@ -280,8 +286,9 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
   a.softcap = static_cast<float>(softcap);
   a.sinks = floats(sinks, a.heads, "paged_attention: sinks");
   a.whole = !causal;
-  STD_TORCH_CHECK(causal || (window == 0 && !a.recent.slots),
-                  "paged_attention: what isn't causal has no window, and a cache without one");
+  STD_TORCH_CHECK(causal || (sink_tokens == 0 && !a.recent.slots),
+                  "paged_attention: what isn't causal has no sink_tokens, and a cache without a "
+                  "window");
   see_sinks(a, window, sink_tokens, "paged_attention");
   STD_TORCH_CHECK(sink_tokens == 0 || !a.recent.slots,
                   "paged_attention: a cache with a window has no sink_tokens");
@@ -373,6 +380,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& v
   Tensor out = torch::stable::new_empty(q, {q.size(0), a.heads * a.dim});
   a.q = q.data_ptr();
   a.out = out.data_ptr();
+  a.out_stride = a.heads * a.value_dim;
   a.threads = threads();
   kernels().attention(a);
   return out;

@@ -62,11 +62,15 @@ SharedExperts shared_of(const SharedBy& by, const ExpertsArgs& a) {
 
 }  // namespace
 
+void check_asked(Form asked, Form x) {
+  STD_TORCH_CHECK(asked.dtype == x.dtype, "experts: what the router reads has the dtype of x");
+}
+
 int64_t columns_of(const ExpertsArgs& a) {
   return a.shared.down ? a.shared.down[a.shared.at.size] : a.down.n;
 }
 
-ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
+ExpertsArgs experts_args(Form x, Form asked, const Tensor& router, const Optional& router_bias,
                          const ExpertMatrices& up, const ExpertMatrices& down, const Router& by,
                          int64_t intermediate, int64_t out_features, int64_t activation,
                          bool gated, const SharedBy& shared) {
@@ -90,8 +94,9 @@ ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bi
                   "experts: ", by.k, " experts a token can't be chosen from ", by.top_groups,
                   " of ", by.groups, " groups of ", a.count, " experts");
   a.by = {by.k, by.normalize, floats(by.correction, a.count, "experts: correction"), by.sigmoid,
-          by.groups, by.top_groups, static_cast<float>(by.scale), static_cast<float>(by.eps)};
-  a.router = linear_args(x, router, {}, {}, router_bias, a.count, 0, false, 0, {}, {});
+          by.groups, by.top_groups, static_cast<float>(by.scale), static_cast<float>(by.eps),
+          floats(by.each, a.count, "experts: each")};
+  a.router = linear_args(asked, router, {}, {}, router_bias, a.count, 0, false, 0, {}, {});
   a.router.out_dtype = DType::f32;
   a.up = first_matrix(x, up, own, intermediate, gated, a.up_pitch);
   with_norm_and_activation(a.up, {}, 0.0, activation);
@@ -112,18 +117,25 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
                int64_t groups, int64_t top_groups, double scale, Optional meeting,
                Optional up_bounds, Optional down_bounds, Optional expert_bounds, int64_t rank,
-               double eps, bool gated) {
+               double eps, bool gated, Optional asked, Optional each) {
   ExpertsArgs a = experts_args(
-      form_of(x, "experts: x"), router, router_bias,
+      form_of(x, "experts: x"),
+      asked ? form_of(*asked, "experts: asked") : form_of(x, "experts: x"), router, router_bias,
       {up, up_scale, up_zero, up_outer, up_input_scale, up_bias, up_row_codes, up_levels},
       {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
        down_levels},
-      {k, normalize, correction, sigmoid, groups, top_groups, scale, eps}, intermediate, out_features,
+      {k, normalize, correction, sigmoid, groups, top_groups, scale, eps, each}, intermediate, out_features,
       activation, gated, {meeting, up_bounds, down_bounds, expert_bounds, rank});
   Tensor y = torch::stable::new_empty(x, {x.size(0), columns_of(a)});
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);
   a.rows = x.size(0);
+  if (asked) {
+    check_asked(form_of(*asked, "experts: asked"), form_of(x, "experts: x"));
+    STD_TORCH_CHECK(asked->size(0) == a.rows, "experts: asked has ", asked->size(0), " rows, x ", a.rows);
+    a.asked = asked->data_ptr();
+    a.asked_stride = asked->stride(0);
+  }
   a.y = y.data_ptr();
   a.y_stride = columns_of(a);
   a.threads = threads();

@@ -192,6 +192,7 @@ Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_s
   Tensor out = torch::stable::new_empty(q, {q.size(0), a.heads * rank});
   a.q = q.data_ptr();
   a.out = out.data_ptr();
+  a.out_stride = a.heads * rank;
   a.threads = threads();
   kernels().attention(a);
   return out;

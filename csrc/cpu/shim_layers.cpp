@@ -278,6 +278,7 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double
       weight, {a.count, dim},
       a.kind == Weight::dense ? weight.scalar_type() : ScalarType::BFloat16);
   a.out = out.data_ptr();
+  a.out_stride = dim;
   a.threads = threads();
   kernels().embedding(a);
   return out;
@@ -286,7 +287,10 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double
 NormArgs norm_args(Form x, const Tensor& weight, const Optional& bias, double eps, bool centre) {
   NormArgs a = {};
   a.dtype = x.dtype;
-  a.dim = x.columns;
+  a.dim = centre ? x.columns : weight.numel();
+  STD_TORCH_CHECK(a.dim > 0 && x.columns % a.dim == 0, "norm: ", x.columns,
+                  " columns aren't groups of the ", a.dim, " that there are weights for");
+  a.groups = x.columns / a.dim;
   a.weight = floats(weight, a.dim, "norm: weight");
   a.bias = floats(bias, a.dim, "norm: bias");
   a.eps = static_cast<float>(eps);
@@ -295,10 +299,11 @@ NormArgs norm_args(Form x, const Tensor& weight, const Optional& bias, double ep
 }
 
 static Tensor run_norm(const Tensor& x, NormArgs a) {
-  Tensor out = torch::stable::new_empty(x, {x.size(0), a.dim});
-  a.rows = x.size(0);
+  STD_TORCH_CHECK(a.groups == 1 || x.is_contiguous(), "norm: rows of several groups lie side by side");
+  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  a.rows = x.size(0) * a.groups;
   a.x = x.data_ptr();
-  a.x_stride = x.stride(0);
+  a.x_stride = a.groups == 1 ? x.stride(0) : a.dim;
   a.out = out.data_ptr();
   a.threads = threads();
   kernels().norm(a);

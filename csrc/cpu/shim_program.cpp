@@ -175,18 +175,20 @@ int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_
                              const Tensor& key_cache, const Tensor& value_cache,
                              Optional key_scale, Optional value_scale, Optional recent_keys,
                              Optional recent_values, Optional recent_slots,
-                             Optional recent_window, int64_t sink_reach, Optional bases) {
+                             Optional recent_window, int64_t sink_reach, Optional bases,
+                             bool norm_values, int64_t parts) {
   const auto p = held(id);
   p->check_all_rows(qkv, "rotary_cache");
   const RotaryCacheArgs a =
       rotary_cache_args(p->form(qkv), heads, q_norm, k_norm, eps, cos_sin, interleaved,
                         {key_cache, value_cache, key_scale, value_scale, recent_keys,
                          recent_values, recent_slots, recent_window},
-                        sink_reach, bases);
+                        sink_reach, bases, norm_values, parts);
   if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
   p->take_blocks(a.blocks, a.block_size, a.recent);
-  p->take_parts({&key_cache, &value_cache, key_scale ? &*key_scale : nullptr,
-                 value_scale ? &*value_scale : nullptr});
+  if (parts > 1)  // another layer's cache is copied with that
+    p->take_parts({&key_cache, &value_cache, key_scale ? &*key_scale : nullptr,
+                   value_scale ? &*value_scale : nullptr});
   p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale, recent_keys,
               recent_values, recent_slots, recent_window, bases);
   const int64_t y = p->result({a.dtype, heads * (sink_reach > 0 ? 2 : 1) * a.kept}, qkv, a.kept);
@@ -412,7 +414,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
       "Tensor? key_scale, Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, "
-      "Tensor? recent_slots, Tensor? recent_window, int sink_reach=0, Tensor? bases=None) -> int");
+      "Tensor? recent_slots, Tensor? recent_window, int sink_reach=0, Tensor? bases=None, "
+      "bool norm_values=False, int parts=3) -> int");
   m.def(
       "program_paged_attention(int program, int q, Tensor key_cache, Tensor value_cache, "
       "float scale, int window, float softcap, Tensor? sinks, Tensor? key_scale, "

@@ -18,20 +18,25 @@ int64_t program_experts(int64_t id, int64_t x, const Tensor& router, Optional ro
                         int64_t down_levels, Optional correction, bool sigmoid, int64_t groups,
                         int64_t top_groups, double scale, Optional meeting, Optional up_bounds,
                         Optional down_bounds, Optional expert_bounds, int64_t rank,
-                        double eps, bool gated) {
+                        double eps, bool gated, std::optional<int64_t> asked, Optional each) {
   const auto p = held(id);
   const ExpertsArgs a = experts_args(
-      p->form(x), router, router_bias,
+      p->form(x), p->form(asked ? *asked : x), router, router_bias,
       {up, up_scale, up_zero, up_outer, up_input_scale, up_bias, up_row_codes, up_levels},
       {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
        down_levels},
-      {k, normalize, correction, sigmoid, groups, top_groups, scale, eps}, intermediate, out_features,
+      {k, normalize, correction, sigmoid, groups, top_groups, scale, eps, each}, intermediate, out_features,
       activation, gated, {meeting, up_bounds, down_bounds, expert_bounds, rank});
   p->keep_all(router, router_bias, up, up_scale, up_zero, up_outer, up_input_scale, up_bias, down,
               down_scale, down_zero, down_outer, down_input_scale, down_bias,
-              correction, meeting, up_bounds, down_bounds, expert_bounds);
+              correction, meeting, up_bounds, down_bounds, expert_bounds, each);
   const int64_t y = p->result({p->form(x).dtype, columns_of(a)}, x);
-  p->add(a, x, y);
+  if (asked) {
+    check_asked(p->form(*asked), p->form(x));
+    p->check_like(*asked, x, "experts: asked");
+  }
+  p->program.add({a, static_cast<int>(x), static_cast<int>(y), Ids::tokens,
+                  asked ? static_cast<int>(*asked) : -1});
   return y;
 }
 
@@ -56,7 +61,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "int out_features, int activation, int up_row_codes, int up_levels, int down_row_codes, "
       "int down_levels, Tensor? correction, bool sigmoid, int groups, int top_groups, "
       "float scale, Tensor? meeting=None, Tensor? up_bounds=None, Tensor? down_bounds=None, "
-      "Tensor? expert_bounds=None, int rank=0, float eps=1e-20, bool gated=True) -> int");
+      "Tensor? expert_bounds=None, int rank=0, float eps=1e-20, bool gated=True, int? asked=None, "
+      "Tensor? each=None) -> int");
   m.def("program_gate_rows_(int program, int y, int x, Tensor weight) -> ()");
   m.def("program_experts_used(int program) -> int");
 }

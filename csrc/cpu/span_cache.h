@@ -36,10 +36,9 @@ struct Visible {
 
 // What the token at a position of a sequence sees.
 static Visible visible(const AttentionArgs& a, int64_t sequence, int64_t at) {
-  if (a.whole) return {0, a.context_len[sequence]};
   const bool apart = a.window > 0 && at >= a.sink_tokens + a.window;
   if (a.at_sinks) return {0, apart ? a.sink_tokens : 0};
-  return {apart ? at + 1 - a.window : 0, at + 1};
+  return {apart ? at + 1 - a.window : 0, a.whole ? a.context_len[sequence] : at + 1};
 }
 
 // A query of a step's token.

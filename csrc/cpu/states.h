@@ -47,17 +47,22 @@ struct RecurrentArgs : StatesArgs {
 };
 
 // x: queries, keys and values, which are turned, and a gate. gates: [tokens, 2 · heads]; norm: [value_dim].
-struct DeltaArgs : RecurrentArgs {};
+struct DeltaArgs : RecurrentArgs {
+  float strength;  // times the sigmoids that say how much is added
+};
 
 // x: a gate, then values, keys and queries, which are turned. gates: [tokens, heads]; norm: [inner()].
 struct MambaArgs : RecurrentArgs {
   const float* skip;  // [heads]
 };
 
-// y *= σ(x). ops/gate_by.py.
+// y *= σ(x). ops/gate_by.py. Or y *= x, or y *= number: ops/multiply.py.
 struct GateByArgs {
   const void* x;
   int64_t x_stride;
+  int64_t first;        // of x's columns that are taken
+  bool plain;           // y *= x
+  const float* number;  // y *= number, and there is no x; may be null
   void* y;
   int64_t y_stride;
   int64_t rows, dim;

@@ -17,7 +17,7 @@ constexpr int64_t kStreamTiles = 4;             // so few row tiles: panels come
   TILE_ZERO(sums);                                            \
   between(0);                                                 \
   for (int64_t s = 0; s < steps; s++) {                       \
-    TILE_LOAD_ROWS(rows_tile, rows + s * pitch, row_bytes);   \
+    TILE_LOAD_ROWS(rows_tile, rows + s * row_bytes, stride);  \
     if (s == 0) between(1);                                   \
     TILE_LOAD_WEIGHTS(weights_tile, panel + s * bytes);       \
     if (s == 0) between(2);                                   \
@@ -28,7 +28,7 @@ constexpr int64_t kStreamTiles = 4;             // so few row tiles: panels come
 template <int Tile, bool kInts, typename Between>
 [[gnu::always_inline]] static inline void group_tiles(const unsigned char* rows,
                                                       const unsigned char* panel, int64_t row_bytes,
-                                                      int64_t pitch, int64_t steps, Between between) {
+                                                      int64_t stride, int64_t steps, Between between) {
   const int64_t bytes = kTileRows * row_bytes;
   if constexpr (Tile == 0) {
     PENSTOCK_GROUP_TILES(0, 4, 6);
@@ -181,8 +181,9 @@ class GroupSums {
   template <int64_t Steps>
   [[gnu::noinline]] void sum_four(int64_t m, Range groups, float* totals) const {
     const int64_t count = groups.last - groups.first, steps = Steps ? Steps : steps_;
-    const int64_t row_bytes = x_.row_bytes, bytes = kTileRows * row_bytes, pitch = x_.pitch;
+    const int64_t row_bytes = x_.row_bytes, bytes = kTileRows * row_bytes, stride = x_.stride;
     const unsigned char* rows = x_.tile(m, groups.first * steps);
+    const int64_t below = x_.tile(m + 1, groups.first * steps) - rows;
     F16 scales[2];
     const float* done = nullptr;  // of the group that is added up
     int64_t of = 0;
@@ -213,16 +214,16 @@ class GroupSums {
       TILE_ZERO(1);
       TILE_ZERO(2);
       TILE_ZERO(3);
-      for (int64_t s = 0; s < steps; s++, rows += pitch, first += bytes, second += bytes) {
+      for (int64_t s = 0; s < steps; s++, rows += row_bytes, first += bytes, second += bytes) {
         const int turn = static_cast<int>(std::min<int64_t>(s, 4)) * 4;
-        TILE_STREAM_ROWS(4, rows, row_bytes);
+        TILE_STREAM_ROWS(4, rows, stride);
         TILE_LOAD_WEIGHTS(6, first);
         TILE_DOT_OF(kInts, 0, 4, 6);
         add(turn);
         TILE_LOAD_WEIGHTS(7, second);
         TILE_DOT_OF(kInts, 1, 4, 7);
         add(turn + 1);
-        TILE_STREAM_ROWS(5, rows + bytes, row_bytes);
+        TILE_STREAM_ROWS(5, rows + below, stride);
         TILE_DOT_OF(kInts, 2, 5, 6);
         add(turn + 2);
         TILE_DOT_OF(kInts, 3, 5, 7);
@@ -242,7 +243,7 @@ class GroupSums {
   [[gnu::noinline]] void sum_up(int64_t i, int64_t m, Range groups, float* totals) const {
     const Panel& w = w_[i];
     const int64_t count = groups.last - groups.first, steps = Steps ? Steps : steps_;
-    const int64_t row_bytes = x_.row_bytes, pitch = x_.pitch;
+    const int64_t row_bytes = x_.row_bytes, stride = x_.stride;
     const unsigned char* rows = x_.tile(m, groups.first * steps);
     float* const ring = ring_;
     Source source(w);
@@ -267,16 +268,16 @@ class GroupSums {
       if (g < count) {
         const unsigned char* panel = codes(i, g, groups.first);
         if (adds)
-          group_tiles<T, kInts>(rows, panel, row_bytes, pitch, steps, add);
+          group_tiles<T, kInts>(rows, panel, row_bytes, stride, steps, add);
         else
-          group_tiles<T, kInts>(rows, panel, row_bytes, pitch, steps, [](int) {});
+          group_tiles<T, kInts>(rows, panel, row_bytes, stride, steps, [](int) {});
       } else if (adds) {
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; quarter++) add(quarter);
       }
       constexpr int before = (T + 4 - kLag) % 4;
       if (g >= kLag && g < count + kLag) store_tile<before>(ring + before * kSums);
-      rows += steps * pitch;
+      rows += steps * row_bytes;
     };
     for (int64_t g = 0; g < count + 2 * kLag; g += 4) {
       step.template operator()<0>(g);

@@ -161,7 +161,7 @@ class RecordSums {
   RecordSums(const LinearArgs& a, const Packed& x, Range tiles, const Columns& to)
       : a_(a), x_(x), tiles_(tiles), to_(to), first_(tiles.first * kTileRows),
         last_(std::min(tiles.last * kTileRows, a.rows)), records_(a.padded_k / kRecord),
-        rows_(scaled_rows<W>(a, reinterpret_cast<const int8_t*>(x.tiles), x.scale, x.block_sums)) {
+        rows_(scaled_rows<W>(a, reinterpret_cast<const int8_t*>(x.made), x.scale, x.block_sums)) {
     planes_ = static_cast<uint8_t*>(scratch(Scratch::unpacked, 2 * kPlane));
     const int64_t tile_count = tiles.last - tiles.first;
     panel_sums_ = tile_count * kSums;
@@ -210,7 +210,7 @@ class RecordSums {
   [[gnu::noinline]] void multiply(int64_t m, int64_t record, float* sums) {
     Due<W> due = due_;
     const unsigned char *rows = x_.tile(m, record * kTiles), *planes = planes_;
-    const int64_t pitch = x_.pitch;
+    const int64_t stride = x_.stride, below = Two ? x_.tile(m + 1, record * kTiles) - rows : 0;
     TILE_ZERO(0);
     TILE_ZERO(1);
     if constexpr (Two) {
@@ -218,8 +218,8 @@ class RecordSums {
       TILE_ZERO(3);
     }
 #pragma GCC unroll 4
-    for (int64_t d = 0; d < kTiles; d++, rows += pitch, planes += 1024) {
-      TILE_LOAD_ROWS(4, rows, 64);
+    for (int64_t d = 0; d < kTiles; d++, rows += 64, planes += 1024) {
+      TILE_LOAD_ROWS(4, rows, stride);
       TILE_LOAD_WEIGHTS(6, planes);
       PENSTOCK_HIGH_DOT(0, 4, 6);
       due.some();
@@ -227,7 +227,7 @@ class RecordSums {
       TILE_DOT_UNSIGNED(1, 4, 7);
       due.some();
       if constexpr (Two) {
-        TILE_LOAD_ROWS(5, rows + 1024, 64);
+        TILE_LOAD_ROWS(5, rows + below, stride);
         PENSTOCK_HIGH_DOT(2, 5, 6);
         due.some();
         TILE_DOT_UNSIGNED(3, 5, 7);

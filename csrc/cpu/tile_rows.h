@@ -1,4 +1,4 @@
-// Rows packed into tiles, and sums of tiles taken out of them.
+// Rows as tiles read them, and sums of tiles taken out of them.
 #pragma once
 
 #include "tiles.h"
@@ -10,9 +10,14 @@ namespace penstock::PENSTOCK_ISA {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kFewTileRows = 8;  // a product of so few takes half of a tile's time
 constexpr int64_t kSums = 256;       // of a tile
+constexpr int64_t kMeet = 1024;      // bytes: rows so far apart are better copied
 
+// Rows, one behind the other. The first `ready` row tiles are read where x has them, the others were made.
 struct Packed {
-  unsigned char* tiles;  // [pair of row tiles][depth][2] tiles: what is multiplied together lies together
+  const unsigned char* x;
+  unsigned char* made;
+  int64_t ready;
+  int64_t stride;        // bytes from a row to the next: an odd number of lines, so that a tile's lie in many sets
   float* scale;          // of int8 rows; [rows, groups] of those in blocks and of E4M3; else null
   int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
   int16_t* block_sums;   // of rows that meet records: `sum_groups`
@@ -20,14 +25,20 @@ struct Packed {
   int64_t tile_rows;  // in a tile that are multiplied
   int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
   int64_t bytes;      // of a tile
-  int64_t pitch;      // bytes from a row tile's tile to its next one
   int64_t step;       // values of K in a tile
 
   // Tile d of row tile m.
-  unsigned char* tile(int64_t m, int64_t d) const {
-    return tiles + (m / 2 * depth * 2 + m % 2) * bytes + d * pitch;
+  const unsigned char* tile(int64_t m, int64_t d) const {
+    return (m < ready ? x + m * kTileRows * stride : made + (m - ready) * kTileRows * stride) + d * row_bytes;
   }
 };
+
+// Whether tiles can read x's rows where they are.
+static inline bool lies_ready(const LinearArgs& a) {
+  if (a.dtype != DType::bf16 || a.int8_rows || a.fp8_rows || a.norm || a.k != a.padded_k) return false;
+  const int64_t stride = a.x_stride * 2;
+  return stride % 64 == 0 && stride % kMeet != 0 && reinterpret_cast<uintptr_t>(a.x) % 64 == 0;
+}
 
 static inline Packed shape(const LinearArgs& a) {
   Packed x = {};
@@ -37,9 +48,14 @@ static inline Packed shape(const LinearArgs& a) {
   x.depth = a.padded_k / x.step;
   x.row_tiles = (a.rows + kTileRows - 1) / kTileRows;
   x.tile_rows = a.rows <= kFewTileRows ? kFewTileRows : kTileRows;
-  x.pitch = x.row_tiles > 1 ? 2 * x.bytes : x.bytes;
-  x.tiles = static_cast<unsigned char*>(scratch(
-      Scratch::tiles, static_cast<size_t>((x.row_tiles + 1) / 2 * x.depth * 2 * x.bytes)));
+  x.stride = ((x.depth * x.row_bytes + 63) / 64 | 1) * 64;
+  if (lies_ready(a)) {
+    x.x = static_cast<const unsigned char*>(a.x);
+    x.stride = a.x_stride * 2;
+    x.ready = a.rows / kTileRows;
+  }
+  x.made = static_cast<unsigned char*>(
+      scratch(Scratch::tiles, static_cast<size_t>((x.row_tiles - x.ready) * kTileRows * x.stride)));
   if (a.blocks && has_records(a.kind)) {
     const int64_t rows = x.row_tiles * kTileRows, scales = rows * (a.padded_k / kRecord);
     x.scale = static_cast<float*>(
@@ -96,17 +112,16 @@ static inline void bf16_row(const LinearArgs& a, int64_t row, F16 scale, bf16* o
   for (; j < a.padded_k; j += 16) store(out + j, load(floats + j));
 }
 
-// A row as its tile has it, at `packed` if it isn't so in x; its scales, and sums of its groups.
-// scale: the norm's, if `asks_scale`.
-static inline const unsigned char* ready_row(const LinearArgs& a, const Packed& x, int64_t row, F16 scale,
-                                             unsigned char* packed) {
+// A row as tiles read it; its scales, and sums of its groups. scale: the norm's, if `asks_scale`.
+static inline void make_row(const LinearArgs& a, const Packed& x, int64_t row, F16 scale, unsigned char* out) {
   if (!a.int8_rows) {
-    if (!a.fp8_rows && !a.norm && a.k == a.padded_k)
-      return reinterpret_cast<const unsigned char*>(row_at<bf16>(a, row));
-    bf16_row(a, row, scale, reinterpret_cast<bf16*>(packed), a.fp8_rows ? x.scale + row * a.groups : nullptr);
-    return packed;
+    if (!a.fp8_rows && !a.norm && a.k == a.padded_k && a.dtype == DType::bf16) {
+      __builtin_memcpy(out, row_at<bf16>(a, row), static_cast<size_t>(a.k) * sizeof(bf16));
+      return;
+    }
+    return bf16_row(a, row, scale, reinterpret_cast<bf16*>(out), a.fp8_rows ? x.scale + row * a.groups : nullptr);
   }
-  int8_t* bytes = reinterpret_cast<int8_t*>(packed);
+  int8_t* bytes = reinterpret_cast<int8_t*>(out);
   if (x.block_sums) {
     int8_blocks(a, row, kRecord, bytes, x.scale + row * (a.padded_k / kRecord));
     sum_groups(bytes, a.padded_k, x.block_sums + row * row_sums(a));
@@ -116,7 +131,6 @@ static inline const unsigned char* ready_row(const LinearArgs& a, const Packed& 
     x.scale[row] = int8_row(a, row, scale, bytes);
   }
   if (x.sums) add_up(a, bytes, x.sums + row * a.groups);
-  return packed;
 }
 
 // What there is of a row that isn't there.
@@ -126,40 +140,23 @@ static inline void no_row(const LinearArgs& a, const Packed& x, int64_t row) {
     __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
 }
 
-// kPackRows rows from `first` on into their places in their row tile, line after line; zeros where there
-// is no such row.
+// kPackRows rows from `first` on, which is none that lies ready; zeros where there is no such row.
 static inline void pack_rows(const LinearArgs& a, const Packed& x, int64_t first) {
-  const int64_t row_bytes = x.row_bytes, bytes = x.depth * row_bytes;
-  unsigned char* packed = static_cast<unsigned char*>(
-      scratch(Scratch::rows, static_cast<size_t>(kPackRows * bytes)));
-  const unsigned char* from[kPackRows];
   F16 scales[kPackRows];
   for (F16& scale : scales) scale = zero();
   const bool whole = first + kPackRows <= a.rows, asks = asks_scale(a);
   if (whole && asks) norm_scales(a, first, scales);
-  for (int64_t r = 0; r < kPackRows; r++) {
-    unsigned char* own = packed + r * bytes;
-    if (first + r < a.rows) {
-      if (!whole && asks) {
-        F16 scale[1];
-        norm_scales(a, first + r, scale);
-        scales[r] = scale[0];
-      }
-      from[r] = ready_row(a, x, first + r, scales[r], own);
-    } else {
-      no_row(a, x, first + r);
-      __builtin_memset(own, 0, static_cast<size_t>(bytes));
-      from[r] = own;
+  unsigned char* out = x.made + (first - x.ready * kTileRows) * x.stride;
+  for (int64_t row = first; row < first + kPackRows; row++, out += x.stride) {
+    if (row >= a.rows) {
+      no_row(a, x, row);
+      __builtin_memset(out, 0, static_cast<size_t>(x.depth * x.row_bytes));
+      continue;
     }
+    F16 scale[1] = {scales[row - first]};
+    if (!whole && asks) norm_scales(a, row, scale);
+    make_row(a, x, row, scale[0], out);
   }
-  unsigned char* to = x.tile(first / kTileRows, 0) + first % kTileRows * row_bytes;
-  for (int64_t d = 0; d < x.depth; d++, to += x.pitch)
-    for (int64_t r = 0; r < kPackRows; r++) {
-      if (row_bytes == 64)
-        __builtin_memcpy(to + r * 64, from[r] + d * 64, 64);
-      else
-        __builtin_memcpy(to + r * 32, from[r] + d * 32, 32);
-    }
 }
 
 static inline void prefetch_lines(const unsigned char* p, int64_t bytes) {

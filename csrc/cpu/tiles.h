@@ -16,10 +16,10 @@ inline thread_local int soft_row_bytes;  // of a tile of rows; the weights' has 
 
 [[gnu::noipa]] static inline void soft_configure(int row_bytes, int = 16) { soft_row_bytes = row_bytes; }
 
-[[gnu::noipa]] static inline void soft_load_rows(int t, const void* p) {
+[[gnu::noipa]] static inline void soft_load_rows(int t, const void* p, int64_t stride) {
   for (int m = 0; m < 16; m++)
     __builtin_memcpy(soft_tiles[t].bytes + m * 64,
-                     static_cast<const unsigned char*>(p) + m * soft_row_bytes,
+                     static_cast<const unsigned char*>(p) + m * stride,
                      static_cast<size_t>(soft_row_bytes));
 }
 [[gnu::noipa]] static inline void soft_load(int t, const void* p, int bytes = 1024) {
@@ -75,8 +75,8 @@ inline thread_local int soft_row_bytes;  // of a tile of rows; the weights' has 
 #define TILE_CONFIGURE(...) soft_configure(__VA_ARGS__)
 #define TILE_RELEASE() ((void)0)
 #define TILE_ZERO(t) soft_zero(t)
-#define TILE_LOAD_ROWS(t, p, row_bytes) soft_load_rows(t, p)
-#define TILE_STREAM_ROWS(t, p, row_bytes) soft_load_rows(t, p)
+#define TILE_LOAD_ROWS(t, p, stride) soft_load_rows(t, p, stride)
+#define TILE_STREAM_ROWS(t, p, stride) soft_load_rows(t, p, stride)
 #define TILE_LOAD_WEIGHTS(t, p) soft_load(t, p, 16 * soft_row_bytes)
 #define TILE_LOAD_SUMS(t, p) soft_load(t, p)
 #define TILE_STORE(t, p, stride) soft_store(t, p, stride)
@@ -116,12 +116,12 @@ static inline void configure_tiles(int row_bytes, int rows = 16) {
 #define TILE_CONFIGURE(...) configure_tiles(__VA_ARGS__)
 #define TILE_RELEASE() _tile_release()
 #define TILE_ZERO(t) _tile_zero(t)
-#define TILE_LOAD_ROWS(t, p, row_bytes) TILE_LOAD(t, p, row_bytes)
+#define TILE_LOAD_ROWS(t, p, stride) TILE_LOAD(t, p, stride)
 // of what L1 shall not keep
-#define TILE_STREAM_ROWS(t, p, row_bytes) \
-  do {                                    \
-    asm volatile("" ::: "memory");        \
-    _tile_stream_loadd(t, p, row_bytes);  \
+#define TILE_STREAM_ROWS(t, p, stride) \
+  do {                                 \
+    asm volatile("" ::: "memory");     \
+    _tile_stream_loadd(t, p, stride);  \
   } while (0)
 #define TILE_LOAD_WEIGHTS(t, p) TILE_LOAD(t, p, 64)
 #define TILE_LOAD_SUMS(t, p) TILE_LOAD(t, p, 64)

@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 from penstock.plugins import include
 
 relu2 = Extension(
-    "penstock_nemotron.relu2",
-    sources=["penstock_nemotron/relu2.c"],
+    "penstock_jais2.relu2",
+    sources=["penstock_jais2/relu2.c"],
     include_dirs=[str(include())],
     extra_compile_args=["-O3", "-ffp-contract=off"],
 )

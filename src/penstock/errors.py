@@ -26,7 +26,7 @@ A message says what happened, gives the numbers, and names the way out.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PenstockError(Exception):
@@ -124,6 +124,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A phrase for an error message: `` Did you mean 'x'?`` or nothing."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names for an error message: `a, b and 7 more`."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def kind_of(value: object) -> str:

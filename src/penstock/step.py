@@ -16,6 +16,21 @@ KV = list[LayerCache]
 
 
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """Rows of a step that see each other both ways, as a picture's do in some models: those of a
+    run see what is before it, and all of it. A run ends in the step in which it begins, or in which
+    the rest of it is computed.
+
+    Shapes: N rows, R runs, M as in `Step`.
+    """
+
+    rows: Tensor  # [N] int64, of T
+    query_start: Tensor  # [R + 1] int32, among these
+    context_len: Tensor  # [R] int32, tokens of the sequence up to the run's end
+    block_table: Tensor  # [R, M] int32
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A ragged batch of tokens, with no notion of phase.
 
@@ -72,6 +87,11 @@ class Step:
         """
         return None
 
+    @property
+    def runs(self) -> Runs | None:
+        """Rows that see what is after them too; None: no such. No program takes these."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ForkedStep(Step):
@@ -106,6 +126,15 @@ class AdaptedStatefulStep(StatefulStep):
     """Both."""
 
     adapters: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SeeingStep(Step):
+    """A step with runs, whatever else it has."""
+
+    runs: Runs
+    copies: Tensor | None = None
+    adapters: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

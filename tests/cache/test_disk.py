@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -284,6 +286,44 @@ def test_what_others_left_behind(tmp_path: Path) -> None:
     files = Files(tmp_path, SIZE, 1 << 20)
     assert (old.exists(), new.exists(), strange.exists(), len(files)) == (False, True, True, 0)
     files.close()
+
+
+def test_what_a_killed_process_was_writing(tmp_path: Path) -> None:
+    """Goes with the next start, but not what another still writes."""
+    code = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); " \
+        "print(flush=True); time.sleep(60)"  # fmt: skip
+    names = [tmp_path / "killed.1.tmp", tmp_path / "slow.1.tmp"]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE)
+        for name in names
+    ]
+    try:
+        for writer, name in zip(writers, names, strict=True):
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            os.utime(name, (time.time() - 20,) * 2)
+        writers[0].kill()
+        writers[0].wait()
+        (tmp_path / "new.1.tmp").write_bytes(b"x")
+        Files(tmp_path, SIZE, 1 << 20).close()
+        assert sorted(x.name for x in tmp_path.iterdir()) == ["new.1.tmp", "slow.1.tmp"]
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+
+
+def test_what_is_written_is_locked(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, sum_of = [], disk.zlib.crc32
+
+    def crc32(block: bytes) -> int:
+        seen.extend(disk._is_abandoned(str(x), 20) for x in files.folder.glob("*.tmp"))
+        return sum_of(block)
+
+    monkeypatch.setattr(disk.zlib, "crc32", crc32)
+    files.put("a", data(1))
+    wait_for(files, 1)
+    assert seen == [False]
 
 
 def test_rows_of_several_pieces(tmp_path: Path) -> None:

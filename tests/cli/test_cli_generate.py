@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from penstock import LLM, SamplingParams
@@ -204,6 +206,19 @@ def test_a_terminal_gets_no_control_characters() -> None:
 
 
 GUESSING = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
+
+
+def test_what_went_wrong_is_told_once(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base_model, tmp_path / "broken")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][0] = float("nan")
+            save_file(tensors, file, {"format": "pt"})
+    result = penstock("generate", folder, "-p", "a", "--max-tokens", 2)
+    assert result.exit_code == 1
+    assert result.stderr.count("a NaN, so no token can be chosen") == 1
+    assert result.stderr.count("model.norm.weight") == 1
 
 
 def test_what_is_expected_is_guessed(penstock: Run, base_model: Path, tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_help_needs_nothing_heavy() -> None:
         (["generate", "-p", "-", "-p", "-"], 2, ["stdin"]),
         (["bench", "latency", "--input-len", "0"], 2, ["--input-len"]),
         (["generate", "-p", "a", "--temperature", "nan"], 1, ["temperature is nan"]),
+        (["generate", "-p", "a", "--max-tokens", "0"], 1, ["max_tokens is 0", "as many as fit"]),
+        (["generate", "-p", "a", "--seed", str(-(1 << 64))], 1, ["seed is -", "give -1"]),
         (["generate", "-p", "a", "--top-p", "0"], 1, ["top_p is 0.0"]),
         (["generate", "-p", "a", "--n", "2", "--temperature", "0"], 1, ["n is 2"]),
         (["generate", "-p", "a", "--stop", ""], 1, ["stop[0] is an empty string"]),

@@ -30,10 +30,11 @@ Run = Callable[..., Result]
 
 
 LATENTS = {"q", "q_down", "q_up", "kv", "heads"}
-MIXED = {"experts", "shared_up", "shared_down"}
+MIXED = {"experts", "shared_up", "shared_down", "narrow", "widen"}
 DELTA = {"delta", "gate", "gates", "mixed"}
 STATED = DELTA | {"conv", "mamba"}
-ROWS = set(OPS) - {"norm", "softcap"} - LATENTS - MIXED - STATED
+INPUTS = {"projection", "input_gate", "input_out"}
+ROWS = set(OPS) - {"norm", "softcap"} - LATENTS - MIXED - STATED - INPUTS
 """What a Llama shows: its matrices take the norms along, and there are neither cap nor experts."""
 
 

@@ -78,7 +78,8 @@ def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> Non
         "--allowed-origin https://a.example --allowed-origin http://b.example:8080 "
         "--served-model-name one --served-model-name two --scheduling-policy edf "
         "--starvation-time 7 --ttft-slo-ms 250 --tool-call-parser llama3_json "
-        "--reasoning-parser none --no-enable-auto-tool-choice"
+        "--reasoning-parser none --no-enable-auto-tool-choice --enable-tokenizer-info-endpoint "
+        "--response-store-mib 0.5 --response-store-hours 2"
     )
     result = penstock("serve", *words.split())
     assert result.exit_code == 0, result.output
@@ -87,6 +88,8 @@ def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> Non
     assert server.request_timeout_s == 6
     assert (server.tool_call_parser, server.reasoning_parser) == ("llama3_json", "none")
     assert not server.enable_auto_tool_choice
+    assert server.enable_tokenizer_info_endpoint
+    assert (server.response_store_mib, server.response_store_hours) == (0.5, 2)
     assert server.allowed_hosts == ("llm.example.org", "[fd00::1]")
     assert server.allowed_origins == ("https://a.example", "http://b.example:8080")
     assert server.served_model_names == ("one", "two")
@@ -114,6 +117,9 @@ def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> Non
         ("--tool-call-parser hermse", "--tool-call-parser is 'hermse'. Did you mean 'hermes'?"),
         ("--reasoning-parser r1", "--reasoning-parser is 'r1'"),
         ("--max-queue-size 0", "--max-queue-size is 0"),
+        ("--response-store-mib -1", "--response-store-mib is -1.0; it must be a size in MiB"),
+        ("--response-store-mib nan", "--response-store-mib is nan"),
+        ("--response-store-hours 0", "--response-store-hours is 0.0; it must be above 0"),
         ("--max-concurrency 0", "--max-concurrency must be"),
         ("--port 99999", "--port is 99999"),
         ("--scheduling-policy x", "--scheduling-policy='x' isn't one of fcfs"),

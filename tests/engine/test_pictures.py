@@ -24,6 +24,8 @@ from tests.models.seeing import (
     make_idefics3,
     make_lfm2,
     make_llava,
+    make_llava_next,
+    make_mistral3,
     make_qwen,
     make_qwen3,
     picture,
@@ -51,13 +53,20 @@ def found(output: Any) -> Any:
     ]
 
 
-MAKERS = {"tiles": make_idefics3, "grid": make_qwen, "deep": make_qwen3, "pieces": make_lfm2}
+MAKERS = {
+    "tiles": make_idefics3,
+    "grid": make_qwen,
+    "deep": make_qwen3,
+    "pieces": make_lfm2,
+    "lines": make_mistral3,
+    "any shape": make_llava_next,
+}
 
 
 @pytest.fixture(scope="module", params=MAKERS.values(), ids=MAKERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of tiles; of a grid by which tokens turn; with rows for the decoder's first layers; of pieces
-    of several sizes, before layers with states.
+    of several sizes, before layers with states; in lines between marks; without its margins.
     """
     made: SeeingModel = request.param(tmp_path_factory.mktemp("seeing"))
     return made.folder
@@ -231,7 +240,7 @@ IMAGE_9 = {"image": picture(9, 9)}
         ({"prompt": "<image><image>", "multi_modal_data": IMAGE_9}, "2 × <image> for 1 pictures"),
         (
             {"prompt_token_ids": [1, IMAGE, IMAGE], "multi_modal_data": IMAGE_9},
-            "2 tokens 257.*1 pictures have 4",
+            "2 tokens 257.*1 pictures have ",
         ),
         ({"prompt": "<image>", "multi_modal_data": {"video": 1}}, "must be {'image': …}"),
         ({"prompt": "<image>", "multi_modal_data": [1]}, "not list"),

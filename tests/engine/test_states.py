@@ -45,7 +45,7 @@ PROMPTS = named([bits.prompt(length, 7 + i) for i, length in enumerate(LENGTHS)]
 
 
 FORMS = [f"bfloat16{bits.STATED}", f"w8a8{bits.STATED}", f"bfloat16{bits.CONVOLVED}"]
-FORMS += [f"bfloat16{bits.SCANNED}"]
+FORMS += [f"bfloat16{bits.SCANNED}", f"bfloat16{bits.BESIDE}"]
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -302,8 +302,11 @@ def test_blocks_and_slots_come_back_from_aborted_requests(model: Decoder) -> Non
 def test_no_block_holds_a_state(model: Decoder) -> None:
     engine = engine_on(model)
     kinds = [isinstance(layer, StateCache) for layer in engine.runtime.runner.kv]
-    assert kinds == [True, False, True]
-    assert engine.runtime.layout.bytes_per_block == SIZE * engine.runtime.layout.bytes_per_token(1)
+    assert kinds == [x.attention.has_state for x in model.spec.layers] and any(kinds)
+    layout = engine.runtime.layout
+    attending = [i for i, (count, _) in enumerate(layout.heads) if count]
+    each = layout.bytes_per_token(attending[0])
+    assert layout.bytes_per_block == len(attending) * SIZE * each
 
 
 def test_embeddings_are_a_prompts_own(model: Decoder) -> None:
@@ -523,12 +526,27 @@ def test_a_built_engine_says_the_same(
         )
     )  # fmt: skip
     built = LLM(tmp_path / "engine", skip_tokenizer_init=True, enforce_eager=eager)
-    plain = llm_of(hybrid, quantization=quantization)
-    prompts = [{"prompt_token_ids": hybrid.prompt[: 9 + 20 * i].tolist()} for i in range(4)]
+    same_tokens(hybrid, built, llm_of(hybrid, quantization=quantization))
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "nemotron-h-moe"])
+def test_a_built_engine_of_several_layers_in_one(tmp_path: Path, name: str) -> None:
+    """Of two that read the same, and of one without attention that comes first."""
+    tiny = make_tiny(name, tmp_path / "model")
+    build(
+        BuildOptions(
+            tiny.folder, tmp_path / "engine", max_model_len=160, max_num_seqs=4,
+            profile=(1, 32, 64), timing_cache=False,
+        )
+    )  # fmt: skip
+    same_tokens(tiny, LLM(tmp_path / "engine", skip_tokenizer_init=True), llm_of(tiny))
+
+
+def same_tokens(tiny: Tiny, *llms: LLM) -> None:
+    """Of prompts together, greedily."""
+    prompts = [{"prompt_token_ids": tiny.prompt[: 9 + 20 * i].tolist()} for i in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=20)
-    said = [
-        [o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (built, plain)
-    ]
+    said = [[o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in llms]
     assert said[0] == said[1]
 
 

@@ -27,6 +27,7 @@ from penstock.nn import (
 from penstock.nn.decoder import has_states
 from penstock.nn.linear import Linear
 from penstock.nn.parameters import Loadable
+from penstock.nn.spec import NO_ATTENTION, NO_MLP
 from penstock.quant import Codes, WeightFormats, format_of, formats_of, parse_scheme
 from penstock.quant.formats.quantized import Quantized
 from penstock.quant.methods.rtn import quantize
@@ -71,6 +72,8 @@ CONVOLVED = " of convolutions"
 """… of one whose layers have short convolutions in that place, but for one."""
 SCANNED = " of Mamba"
 """… of one whose layers have Mamba 2 in that place, but for one."""
+BESIDE = " of Mamba beside attention"
+"""… of one whose layers have both, which read the same."""
 SLOTS = 600
 """For states."""
 
@@ -155,6 +158,25 @@ def scanned_spec() -> DecoderSpec:
     return replace(decoder_spec(), layers=layers)
 
 
+def beside_spec() -> DecoderSpec:
+    """`decoder_spec` with Mamba 2 beside attention: with a norm and without, steps of their own;
+    and a layer without attention.
+    """
+    first, second, third = decoder_spec().layers
+    plain = MambaSpec(32, 4, 1e-5, normed=False, own_steps=True, out_scale=0.7)
+    alone = AttentionSpec(10, 1, 48, 1.0, None, mamba=plain)
+    normed = AttentionSpec(6, 3, 32, 1.0, None, mamba=MambaSpec(80, 2, 1e-5, out_scale=1.5))
+    layers = (
+        LayerSpec(NO_ATTENTION, MlpSpec(352, "gelu", gated=False)),
+        LayerSpec(alone, NO_MLP, waits=True),
+        first,
+        LayerSpec(normed, NO_MLP, post_norm=True, waits=True),
+        second,
+        third,
+    )
+    return replace(decoder_spec(), layers=layers)
+
+
 def decoder_spec(layers: int = 3) -> DecoderSpec:
     """Every feature that changes the order of additions: GQA, window, soft cap, norms, biases."""
     rope = RopeSpec(10000.0, 64)
@@ -199,7 +221,7 @@ def fill(model: Decoder) -> Decoder:
 
 def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
     kinds = {MIXED: mixed_spec, LATENT: latent_spec, RANKED: ranked_spec, STATED: stated_spec}
-    kinds |= {CONVOLVED: convolved_spec, SCANNED: scanned_spec}
+    kinds |= {CONVOLVED: convolved_spec, SCANNED: scanned_spec, BESIDE: beside_spec}
     for ending, spec in kinds.items():
         if quantization is not None and quantization.endswith(ending):
             name = quantization.removesuffix(ending)

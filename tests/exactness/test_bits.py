@@ -9,6 +9,7 @@ from penstock.kernels import native
 from penstock.nn import Decoder
 
 from .bits import (
+    BESIDE,
     CONVOLVED,
     LATENT,
     RANKED,
@@ -48,9 +49,21 @@ GOLDEN = {
     "bfloat16 of Mamba": "f9755d2bce8fb961deabe6e7f3001e8c8aa537092856fe5c58217a8822677386",
     "float32 of Mamba": "07cc226f983326ef4ad451076ea2d8d57acf875fa57ca17ac2dcc3050cacb443",
     "w8a8 of Mamba": "2d1203143712baaf483b496bed2ad30c938da835bd8e97472630f608d530bfb4",
+    "bfloat16 of Mamba beside attention": (
+        "46b62767cbeebf6dec80d2d160fa04c557f96094e7c20998e2972fcdd84d0d19"
+    ),
+    "float32 of Mamba beside attention": (
+        "27bb4a24ecfaf692f62317c54b80a9a593fd7aa6a1d465098359fccfe8efba51"
+    ),
+    "w8a8 of Mamba beside attention": (
+        "323697af682db71f2f6134e5e6774526efbdecd3c08b01dab01f499d57369e54"
+    ),
     "w4a8-g128-asym": "0f1d1558866838c40e42fd057a448110a3562ed4d94d5f2ccc4dadeeb872f0cb",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
+
+
+MAMBAS = (CONVOLVED, SCANNED, BESIDE)
 
 
 @pytest.fixture(scope="module", params=GOLDEN)
@@ -62,7 +75,7 @@ def form(request: pytest.FixtureRequest) -> str:
 def model(form: str) -> Decoder:
     if form in ("bfloat16", "float32"):
         return build(getattr(torch, form))
-    if form in [f"float32{kind}" for kind in (LATENT, RANKED, STATED, CONVOLVED, SCANNED)]:
+    if form in [f"float32{kind}" for kind in (LATENT, RANKED, STATED, *MAMBAS)]:
         return build(torch.float32, form.replace("float32", "bfloat16"))
     return build(torch.bfloat16, form)
 

@@ -29,6 +29,7 @@ from penstock.kernels import load
 from penstock.runtime import device, engine_folder
 from tests.kernels.triton.compiled import compiled
 from tests.models.tiny import FAMILIES, STATED, make_tiny
+from tests.models.tiny_gemma4 import GEMMA4
 
 METHODS = ("draft_model", "medusa", "medusa-shared", "eagle", "eagle3", "self", "ngram")
 FORMATS = ("w8a16", "w4a16", "w4a16-g32-asym", "w8a8", "w4a8", "fp8", "fp8-w8a8", "nf4", "mxfp4",
@@ -38,7 +39,7 @@ WHOLE = ("float32", "embed", "any-order", "reach")
 LARGE = ("8b", "8b-w4a16", "8b-w8a8", "8b-fp8-w8a8")
 """One layer of Llama-3.1-8B's shape, fewer tokens in its vocabulary: a large model's tiles."""
 
-ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", *STATED)
+ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", "youtu", *STATED, *GEMMA4)
 ON_GPUS = [name for name in FAMILIES if name not in ON_CPUS]
 CASES = (*ON_GPUS, *METHODS, *FORMATS, *CACHES, *WHOLE, *LARGE)
 

@@ -9,22 +9,26 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.errors import UnsupportedModelError
+from penstock.errors import InvalidPromptError, UnsupportedModelError
 from tests.models.seeing import (
     SeeingModel,
+    make_gemma3,
     make_idefics3,
     make_internvl,
+    make_llava_next,
+    make_mistral3,
     make_qwen,
     make_qwen3,
     picture,
 )
 from tests.models.tiny import FAMILIES, STATED, each_kind, make_tiny
+from tests.models.tiny_gemma4 import GEMMA4
 
 LENGTH = 4
 PROMPT = 30
 """Tokens: beyond all windows but Phi-3's, and the answer begins a block."""
 
-ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", *STATED)
+ON_CPUS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", "youtu", *STATED, *GEMMA4)
 """Families that no GPU runs yet."""
 
 
@@ -35,7 +39,27 @@ def test_what_is_for_cpus_is_refused(family: str, tmp_path: Path) -> None:
         LLM(tmp_path, skip_tokenizer_init=True, dtype="float32", max_model_len=64)
 
 
-@pytest.mark.parametrize("make", [make_idefics3, make_internvl, make_qwen, make_qwen3])
+def test_pictures_that_are_for_cpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those whose tokens see each other both ways; texts are read."""
+    made = make_gemma3(tmp_path)
+    llm = LLM(tmp_path, dtype="float32", max_model_len=128, max_num_seqs=2)
+    assert "Pictures of this model are read on CPUs only" in caplog.text
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, min_tokens=LENGTH)
+    output = llm.generate("What?", params)[0]
+    with torch.no_grad():
+        wanted = made.reference.generate(
+            input_ids=torch.tensor([output.prompt_token_ids]), do_sample=False,
+            max_new_tokens=LENGTH, min_new_tokens=LENGTH,
+        )[0].tolist()  # fmt: skip
+    assert output.outputs[0].token_ids == wanted[-LENGTH:]
+    with pytest.raises(InvalidPromptError, match="This model sees no pictures"):
+        llm.generate({"prompt": "<image>", "multi_modal_data": {"image": picture(60, 90)}}, params)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_idefics3, make_internvl, make_llava_next, make_mistral3, make_qwen, make_qwen3],
+)
 def test_a_picture(make: Callable[[Path], SeeingModel], tmp_path: Path) -> None:
     """And again, when its blocks are in the cache."""
     made, images = make(tmp_path), [picture(60, 90)]

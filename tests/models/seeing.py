@@ -14,9 +14,16 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -63,6 +70,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     names += [f"<row_{y}_col_{x}>" for y in range(1, 7) for x in range(1, 7)]
     names += ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
     names += [f"<|img_row_{y}_col_{x}|>" for y in range(1, 4) for x in range(1, 5)]
+    names += ["<soft>", "<ends>", "[IMG_BREAK]", "[IMG_END]"]
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
     tokenizer.chat_template = TEMPLATE
@@ -183,8 +191,37 @@ def make_llava(
     return SeeingModel(folder, model, processor)
 
 
-def make_qwen3(folder: Path) -> SeeingModel:
-    """Tokens of 32 pixels, two layers of the tower for the decoder's first two."""
+def make_llava_next(folder: Path, *, tower: str = "clip", text: str = "Llama") -> SeeingModel:
+    """Squares of 56 pixels, 16 patches each, in one of five shapes."""
+    torch.manual_seed(16)
+    clip = tower == "clip"
+    kinds = transformers.CLIPVisionConfig, transformers.SiglipVisionConfig
+    strategy = "default" if clip else "full"
+    shapes = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+    config = transformers.LlavaNextConfig(
+        vision_config=kinds[not clip](**VISION),
+        text_config=getattr(transformers, f"{text}Config")(**TEXT),
+        image_token_index=IMAGE, image_grid_pinpoints=shapes,
+        vision_feature_select_strategy=strategy,
+    )  # fmt: skip
+    model = transformers.LlavaNextForConditionalGeneration(config).eval()
+    tokenizer = make_tokenizer()
+    own = {
+        "size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56},
+        "image_grid_pinpoints": shapes,
+    }  # fmt: skip
+    _write(folder, model, {"image_processor_type": "LlavaNextImageProcessor", **own}, tokenizer)
+    processor = LlavaNextProcessor(
+        LlavaNextImageProcessorPil(**own), tokenizer, patch_size=14,
+        vision_feature_select_strategy=strategy, num_additional_image_tokens=int(clip),
+    )  # fmt: skip
+    return SeeingModel(folder, model, processor)
+
+
+def make_qwen3(folder: Path, *, mixed: bool = False) -> SeeingModel:
+    """Tokens of 32 pixels, two layers of the tower for the decoder's first two; mixed: with
+    experts.
+    """
     torch.manual_seed(10)
     rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text = {**TEXT, "head_dim": 16, "rope_parameters": {**rope, "rope_theta": 10000.0}}
@@ -192,10 +229,13 @@ def make_qwen3(folder: Path) -> SeeingModel:
         "depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 70, "patch_size": 16,
         "out_hidden_size": 64, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2],
     }  # fmt: skip
-    config = transformers.Qwen3VLConfig(
+    if mixed:
+        text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    kind = "Qwen3VLMoe" if mixed else "Qwen3VL"
+    config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=False
     )
-    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     tokenizer = make_tokenizer()
     own = {
         "size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 20}, "patch_size": 16,
@@ -319,6 +359,74 @@ def make_lfm2(folder: Path, *, mixed: bool = False, normed: bool = True) -> Seei
     }  # fmt: skip
     _write(folder, model, own, tokenizer)
     return SeeingModel(folder, model, LfmProcessor(folder, tokenizer))
+
+
+def make_gemma3(folder: Path, *, window: int = 12, tokens: int = 16) -> SeeingModel:
+    """One square of 112 pixels, 16 tokens, which see each other both ways; two of three layers see
+    less than such a square.
+    """
+    torch.manual_seed(14)
+    tokenizer = make_tokenizer()
+    soft, ends = tokenizer.convert_tokens_to_ids(["<soft>", "<ends>"])
+    text = {k: v for k, v in TEXT.items() if k != "num_hidden_layers"}
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(
+            **text, num_hidden_layers=3, head_dim=16, sliding_window=window,
+            query_pre_attn_scalar=1,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        vision_config=transformers.SiglipVisionConfig(**{**VISION, "image_size": 112}),
+        mm_tokens_per_image=tokens, boi_token_index=IMAGE, eoi_token_index=ends,
+        image_token_index=soft,
+    )  # fmt: skip
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, 0, 0.1)
+        for parameter in model.model.vision_tower.parameters():  # a norm makes rows large again
+            parameter.mul_(0.5)
+    own = {"size": {"height": 112, "width": 112}}
+    _write(folder, model, {"image_processor_type": "Gemma3ImageProcessor", **own}, tokenizer)
+    tokenizer.boi_token, tokenizer.boi_token_id = "<image>", IMAGE
+    tokenizer.eoi_token, tokenizer.eoi_token_id = "<ends>", ends
+    tokenizer.image_token, tokenizer.image_token_id = "<soft>", soft
+    images = Gemma3ImageProcessorPil(**own)
+    return SeeingModel(folder, model, Gemma3Processor(images, tokenizer, image_seq_length=tokens))
+
+
+def make_mistral3(folder: Path, *, text: str = "Mistral", bias: bool = False) -> SeeingModel:
+    """Tokens of 28 pixels, pictures of up to 140 × 140."""
+    torch.manual_seed(15)
+    given: dict[str, Any] = {**TEXT, "head_dim": 16, "rms_norm_eps": 1e-4}
+    if text == "Mistral":
+        given["sliding_window"] = None
+    vision = {**VISION, "hidden_act": "silu", "image_size": 140}
+    config = transformers.Mistral3Config(
+        text_config=getattr(transformers, f"{text}Config")(**given),
+        vision_config=transformers.PixtralVisionConfig(**vision),
+        image_token_index=IMAGE,
+        multimodal_projector_bias=bias,
+        tie_word_embeddings=False,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    tokenizer = make_tokenizer()
+    own = {"size": {"longest_edge": 140}, "patch_size": {"height": 28, "width": 28}}
+    _write(folder, model, {"image_processor_type": "PixtralImageProcessorFast", **own}, tokenizer)
+    return SeeingModel(folder, model, PixtralProcessor(PixtralImageProcessorPil(**own), tokenizer))
+
+
+class PixtralProcessor:
+    """What transformers' processor does of pictures: it needs torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+
+    def __call__(self, *, text: str, images: list[Image.Image], return_tensors: str) -> Any:
+        found = self.image_processor(images=images, return_tensors=return_tensors)
+        for high, wide in (found["image_sizes"] // 28).tolist():
+            lines = ["<|>" * wide] * high
+            text = text.replace("<image>", "[IMG_BREAK]".join(lines) + "[IMG_END]", 1)
+        ids = self.tokenizer(text.replace("<|>", "<image>"), return_tensors=return_tensors)
+        return {**ids, **found}
 
 
 class LfmProcessor:

@@ -21,8 +21,10 @@ ADAPTED = (
     "starcoder2", "exaone4", "seed-oss", "ernie4_5", "ministral", "phi", "stablelm",
     "arcee", "hunyuan",
     "stablelm-parallel", "qwen3-next", "qwen3_5", "lfm2", "granite-hybrid", "bamba", "nemotron-h",
+    "falcon-h1", "olmo-hybrid", "nemotron-h-latent", "gemma4", "gemma4-inputs",
 )  # fmt: skip
 APART = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", "mlp.gate")
+APART += ("linear_attn.a_proj", "linear_attn.b_proj")
 """What only merging changes."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
 

@@ -13,6 +13,8 @@ import transformers
 from published import PUBLISHED as DENSE
 from published_dense import PUBLISHED_DENSE
 from published_experts import PUBLISHED_EXPERTS
+from published_later import PUBLISHED_LATER
+from published_mixed import PUBLISHED_MIXED
 from published_states import PUBLISHED_STATES
 from tiny import CASES, GEMMA3_ROPE
 
@@ -21,6 +23,7 @@ from penstock.models import ModelSpec, architectures, read_spec
 from penstock.nn import DeltaSpec, ExpertsSpec, LatentSpec
 
 PUBLISHED = DENSE | PUBLISHED_DENSE | PUBLISHED_EXPERTS | PUBLISHED_STATES
+PUBLISHED |= PUBLISHED_LATER | PUBLISHED_MIXED
 
 FULL, SLIDES = "full_attention", "sliding_attention"
 
@@ -50,6 +53,13 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     """The same config as transformers 4 wrote it."""
     config = copy.deepcopy(config)
     config["torch_dtype"] = config.pop("dtype")
+    if config["model_type"] == "gemma4_text":
+        own = next(iter(config.pop("per_layer_config").values()))
+        config["global_head_dim"] = own["head_dim"]
+        config["num_global_key_value_heads"] = own.get("num_key_value_heads")
+        return config
+    if config["model_type"] in ("cohere2_moe", "mellum"):  # which it didn't know
+        return config
     if config.get("layer_types", [None])[0] != FULL or "linear_key_head_dim" not in config:
         types = config.pop("layer_types", None)  # not in the tiny Qwen3.5's family's order
         if "conv_L_cache" in config:
@@ -84,7 +94,7 @@ def test_both_spellings_say_the_same(read: Any, name: str) -> None:
 
 
 TIED = ("gemma", "gemma2", "gemma3", "smollm3", "gpt2", "cohere", "cohere2", "starcoder2")
-TIED += ("lfm2", "lfm2_moe")
+TIED += ("lfm2", "lfm2_moe", "vaultgemma", "falcon")
 """Families whose head is the embedding where config.json says nothing."""
 
 
@@ -98,13 +108,16 @@ def test_published_configs_have_no_unread_key(read: Any, name: str) -> None:
         for x in spec.decoder.layers[::-1]
         if not x.attention.conv and not x.attention.mamba
     )
-    layers = len(spec.decoder.layers)
+    layers = spec.decoder.depth
     if spec.family == "nemotron_h":  # each feed-forward block is counted, too
-        layers += sum(layer.mlp.intermediate > 0 for layer in spec.decoder.layers)
+        both = (x for x in spec.decoder.layers if not x.attention.is_absent)
+        layers += sum(layer.mlp.intermediate > 0 for layer in both)
     assert layers == config.get("num_hidden_layers", config.get("n_layer"))
     assert spec.decoder.hidden == hidden
-    assert attention.num_kv_heads == config.get("num_key_value_heads", heads)
-    dim = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    assert attention.num_kv_heads == config.get(
+        "num_key_value_heads", config.get("num_kv_heads", heads)
+    )
+    dim = sum(config.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
     assert attention.head_dim == (dim or config.get("head_dim", hidden // heads))
     assert spec.decoder.tied is config.get("tie_word_embeddings", spec.family in TIED)
     assert spec.dtype == config.get("torch_dtype")
@@ -206,6 +219,48 @@ def test_what_is_special_about_later_ones(read: Any) -> None:
     assert decoder("stablelm-2-1_6b").layers[0].attention.rope.rotary_dim == 16
 
 
+def test_what_is_special_about_the_latest(read: Any) -> None:
+    def decoder(name: str) -> Any:
+        return read(PUBLISHED[name]).decoder
+
+    ernie = decoder("ERNIE-4.5-21B-A3B-PT").layers
+    assert [x.mlp.experts is None for x in ernie] == [True] + [False] * 27
+    assert ernie[1].mlp.experts == ExpertsSpec(64, 6, normalize=True, correction=True, shared=3072)
+    assert decoder("Nemotron-Mini-4B-Instruct").layers[0].attention.rope.rotary_dim == 64
+    minimax = decoder("MiniMax-M2").layers[0]
+    assert (minimax.attention.rope.rotary_dim, minimax.attention.qk_norm) == (64, "full")
+    hunyuan = decoder("Hunyuan-A13B-Instruct").layers[0]
+    assert hunyuan.attention.rope.theta == pytest.approx(1e4 * 1000 ** (128 / 126))
+    assert hunyuan.mlp.experts == ExpertsSpec(64, 8, normalize=True, shared=3072)
+    exaone = decoder("K-EXAONE-236B-A23B").layers
+    assert [x.attention.window for x in exaone] == [*[128] * 3, 0] * 12
+    assert [x.mlp.experts is None for x in exaone] == [True] + [False] * 47
+    assert exaone[0].pre_norm and not exaone[0].post_norm
+    trinity = decoder("Trinity-Mini")
+    assert trinity.embed_scale == math.sqrt(2048) and trinity.layers[0].attention.gated
+    assert [x.mlp.experts is None for x in trinity.layers] == [True] * 2 + [False] * 30
+    assert trinity.layers[2].mlp.experts == ExpertsSpec(
+        128, 8, normalize=True, sigmoid=True, correction=True, scale=2.826, shared=1024
+    )
+    assert not decoder("vaultgemma-1b").layers[0].post_norm
+    gptj = decoder("gpt-j-6b")
+    assert gptj.head_bias and gptj.layers[0].attention.rope.interleaved
+    falcons = [decoder(name).layers[0] for name in ("falcon-40b", "falcon-11B")]
+    assert [(x.parallel, x.one_norm) for x in falcons] == [(True, False), (True, True)]
+    first = {**PUBLISHED["falcon-40b"], "new_decoder_architecture": False, "num_kv_heads": 71}
+    first |= {"num_attention_heads": 71, "hidden_size": 4544, "num_hidden_layers": 32}
+    layer = read(first).decoder.layers[0]
+    assert (layer.attention.num_kv_heads, layer.one_norm) == (1, True)
+
+
+def test_which_layers_of_a_cohere_2_with_experts_have_what(read: Any) -> None:
+    keys = newer("cohere2-moe")
+    want = read(keys)
+    for key in ("layer_types", "mlp_layer_types"):
+        del keys[key]
+    assert read({**keys, "first_k_dense_replace": 1}) == want
+
+
 def test_which_layers_of_an_exaone_slide(read: Any) -> None:
     keys = newer("exaone4")
     want = read(keys)
@@ -288,6 +343,18 @@ OTHERWISE = {  # or its epsilon, or its length, isn't as it stands
         ("hunyuan", "HunYuanDenseV1Config"),
         ("phi", "PhiConfig"),
         ("stablelm", "StableLmConfig"),
+        ("cwm", "CwmConfig"),
+        ("vaultgemma", "VaultGemmaConfig"),
+        ("nanochat", "NanoChatConfig"),
+        ("dots1", "Dots1Config"),
+        ("minimax-m2", "MiniMaxM2Config"),
+        ("exaone-moe", "ExaoneMoeConfig"),
+        ("solar-open", "SolarOpenConfig"),
+        ("ernie4_5-moe", "Ernie4_5_MoeConfig"),
+        ("hunyuan-moe", "HunYuanMoEV1Config"),
+        ("flex-olmo", "FlexOlmoConfig"),
+        ("afmoe", "AfmoeConfig"),
+        ("mellum", "MellumConfig"),
     ],
 )
 def test_absent_keys_are_what_they_are_in_transformers(read: Any, name: str, config: str) -> None:
@@ -507,12 +574,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite-hybrid", {"normalization_function": "layernorm"}, "function='layernorm'"),
     ("granite-hybrid-moe", {"num_experts_per_tok": 7}, "7 is more than the 6 experts"),
     ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ("nemotron-h", {"layers_block_type": ["mlp", "mamba", "attention"]}, "0 is a feed-forward bl"),
-    (
-        "nemotron-h",
-        {"layers_block_type": ["mamba", "mlp", "mlp", "attention"]},
-        "Block 2 is a feed-forward block that follows none",
-    ),
+    ("nemotron-h", {"layers_block_type": ["mlp", "mlp"]}, "No layer attends"),
     ("nemotron-h", {"layers_block_type": ["mamba", "mamba"]}, "No layer attends"),
     ("nemotron-h", {"layers_block_type": ["mamba", "attention", "x"]}, "asks for 'x' in layer 2"),
     ("nemotron-h", {"layers_block_type": []}, "says of no block what it is"),
@@ -521,10 +583,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layers_block_type": None, "hybrid_override_pattern": "M*?"},
         "hybrid_override_pattern asks for '[?]' in layer 2; built: M, [*], -, E",
     ),
-    ("nemotron-h", {"layers_block_type": [["mamba"]] * 8}, r"asks for \['mamba'\] in layer 0"),
+    ("nemotron-h", {"layers_block_type": [["mamba"]] * 9}, r"asks for \['mamba'\] in layer 0"),
     ("nemotron-h", {"layers_block_type": "M-M*-"}, "must name .* layers, not 'M-M[*]-'"),
     ("nemotron-h", {"layers_block_type": None}, "says of no block what it is"),
-    ("nemotron-h", {"num_hidden_layers": 9}, "must name 9 layers, not 8 layers"),
+    ("nemotron-h", {"num_hidden_layers": 8}, "must name 8 layers, not 9 layers"),
     ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
     ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
     ("nemotron-h", {"time_step_limit": [0.1, 2.0]}, r"time_step_limit \[0.1, 2.0\]"),
@@ -532,7 +594,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron-h", {"attention_bias": True}, "attention_bias=True"),
     ("nemotron-h", {"attention_head_dim": 32}, "head_dim=24"),
     ("nemotron-h", {"rms_norm_eps": 1e-3}, "rms_norm_eps=0.001"),
-    ("nemotron-h-moe", {"moe_latent_size": 32}, "moe_latent_size=32"),
+    ("nemotron-h-moe", {"moe_latent_size": 0}, "moe_latent_size must be a positive integer"),
     ("nemotron-h-moe", {"n_shared_experts": 2}, "n_shared_experts=2"),
     ("nemotron-h-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 can't be chosen"),
     ("bamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
@@ -540,11 +602,51 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {"attn_rotary_emb": 64}, "attn_rotary_emb=64"),
     ("bamba", {"attn_layer_indices": [9]}, "some of the layers 0 to 3"),
     ("bamba", {"attn_layer_indices": None}, "No layer attends"),
+    ("olmo-hybrid", {"linear_key_head_dim": 24}, "linear_num_key_heads 2 of 24 dimensions aren't"),
+    ("olmo-hybrid", {"linear_num_key_heads": 3}, "linear_num_value_heads 4 and linear"),
+    ("olmo-hybrid", {"layer_types": ["linear_attention"] * 4}, "names linear_attention alone"),
+    ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("falcon-h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers must be 2 numbers .* not \[1.0\]"),
+    ("falcon-h1", {"ssm_multipliers": [1.0, 1.0, 0.0, 1.0, 1.0]}, "must be 5 numbers above 0"),
+    ("falcon-h1", {"key_multiplier": 0.0}, "key_multiplier must be above 0"),
+    ("falcon-h1", {"attention_bias": True}, "attention_bias=True"),
+    ("falcon-h1", {"projectors_bias": True}, "projectors_bias=True"),
+    ("falcon-h1", {"mamba_d_ssm": 96}, "mamba_d_head 16 aren't the 96 that mamba_d_ssm is"),
+    ("falcon-h1", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("falcon-h1-normed", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate=True"),
+    ("falcon-h1-normed", {"mamba_norm_before_gate": None}, "mamba_norm_before_gate=True"),
     ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'swish'"),
     ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'swish'"),
     ("hunyuan", {"use_qk_norm": False}, "use_qk_norm=False"),
     ("hunyuan", {"use_cla": True}, "use_cla=True"),
     ("hunyuan", {"attention_head_dim": 32}, "attention_head_dim=32"),
+    ("ernie4_5-moe", {"use_bias": True}, "use_bias=True"),
+    ("ernie4_5-moe", {"moe_k": 7}, "moe_k 7 is more than the 6 experts"),
+    ("ernie4_5-moe", {"moe_layer_start_index": "1"}, "must be numbers of layers, not '1' and 2"),
+    ("nemotron", {"hidden_act": "gelu"}, "hidden_act='gelu'; built for this family: 'relu2'"),
+    ("olmo", {"clip_qkv": 8.0}, "clipped queries, keys and values aren't built"),
+    ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("minimax-m2", {"attn_type_list": [1, 0, 1]}, "others than 3 layers of softmax attention"),
+    ("minimax-m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+    ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias=False"),
+    ("hunyuan-moe", {"moe_topk": [1, 2, 1]}, "moe_topk must say the same of each of 3 layers"),
+    ("hunyuan-moe", {"num_shared_expert": 2}, "num_shared_expert=2"),
+    ("hunyuan-moe", {"use_cla": True}, "use_cla=True"),
+    ("hunyuan-moe", {"use_mla": True}, "use_mla=True"),
+    ("exaone-moe", {"num_experts_per_tok": 5}, "5 can't be chosen from topk_group 2"),
+    ("solar-open", {"use_qk_norm": True}, "use_qk_norm=True"),
+    ("granite-swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta must name 4 layers"),
+    ("granite-swa", {"layer_rope_theta": [1.0, -1.0, 1.0, 1.0]}, "must be above 0: -1.0"),
+    ("cohere2-moe", {"expert_selection_fn": "topk"}, "expert_selection_fn='topk'"),
+    ("afmoe", {"score_func": "softmax"}, "score_func='softmax'"),
+    ("afmoe", {"attention_bias": True}, "attention_bias=True"),
+    ("nanochat", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ("gptj", {"rotary_dim": None}, "has no 'rotary_dim'"),
+    ("gptj", {"rotary_dim": 18}, "rotary_dim 18 of a head of 16"),
+    ("codegen", {"n_head": 2}, "n_head 2 isn't a multiple of 4"),
+    ("falcon", {"alibi": True}, "alibi=True"),
+    ("falcon-40b", {"parallel_attn": False}, "which no Falcon has"),
+    ("falcon-serial", {"num_kv_heads": 2}, "num_kv_heads 2 isn't num_attention_heads 4"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm=True"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True"),
     ("llama", {"architectures": 5}, "architectures must be a list of names: 5"),
@@ -633,16 +735,20 @@ def test_broken_config_files(tmp_path: Path) -> None:
 SEEING = {
     f"{name}ForConditionalGeneration"
     for name in (
-        "Idefics3", "InternVL", "Lfm2Vl", "Llava", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5",
-        "Qwen3_5Moe", "SmolVLM",
+        "Gemma3", "Idefics3", "InternVL", "Lfm2Vl", "Llava", "LlavaNext", "Mistral3", "Qwen2VL",
+        "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM",
     )
 }  # fmt: skip
 """Whose configs are those of `tests/models/seeing.py`."""
 
 
+READ_FOR_TEXT = {f"Gemma4{kind}ForConditionalGeneration" for kind in ("", "Unified")}
+READ_FOR_TEXT |= {"Gemma4UnifiedForCausalLM"}
+"""Which `tests/models/test_gemma4.py` has."""
 EARLIER = {"Ernie4_5_ForCausalLM"}
 """First names of what transformers calls otherwise now."""
 
 
 def test_every_family_is_registered() -> None:
-    assert set(architectures()) == SEEING | EARLIER | {case.model for case in CASES.values()}
+    known = SEEING | READ_FOR_TEXT | EARLIER
+    assert set(architectures()) == known | {case.model for case in CASES.values()}

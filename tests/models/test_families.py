@@ -132,11 +132,30 @@ def _attend(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
     return _each(lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
 
 
+def _choose(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
+    def change(layer: LayerSpec) -> LayerSpec:
+        if layer.mlp.experts is None:
+            return layer
+        return replace(layer, mlp=replace(layer.mlp, experts=replace(layer.mlp.experts, **changes)))
+
+    return _each(change)
+
+
 def _turn(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
     def change(layer: LayerSpec) -> LayerSpec:
         a = layer.attention
         rope = None if a.rope is None else replace(a.rope, **changes)
         return replace(layer, attention=replace(a, rope=rope))
+
+    return _each(change)
+
+
+def _remember(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
+    def change(layer: LayerSpec) -> LayerSpec:
+        a = layer.attention
+        mamba = None if a.mamba is None else replace(a.mamba, **changes)
+        delta = None if a.delta is None else replace(a.delta, **changes)
+        return replace(layer, attention=replace(a, mamba=mamba, delta=delta))
 
     return _each(change)
 
@@ -191,7 +210,41 @@ WITHOUT: list[tuple[str, str, Callable[[DecoderSpec], DecoderSpec]]] = [
     ("hunyuan", "norms after the rotation", _attend(qk_norm="head")),
     ("phi", "share that turns", _turn(rotary_dim=16)),
     ("stablelm", "share that turns", _turn(rotary_dim=16)),
+    ("nemotron", "share that turns", _turn(rotary_dim=24)),
+    ("nemotron", "1 that is added to norms", lambda d: replace(d, norm=replace(d.norm, offset=0))),
+    ("ernie4_5-moe", "neighbouring pairs", _turn(interleaved=False)),
+    ("dots1", "window", _attend(window=0)),
+    ("minimax-m2", "share that turns", _turn(rotary_dim=24)),
+    ("hunyuan-moe", "norms after the rotation", _attend(qk_norm="head")),
+    ("exaone-moe", "layers without rope", _like_layer(0, "rope")),
+    ("exaone-moe", "window", _attend(window=0)),
+    ("helium", "neighbouring pairs", _turn(interleaved=False)),
+    ("cwm", "window", _attend(window=0)),
+    ("solar-open", "scaled rope", _turn(kind="default")),
+    ("granite-swa", "window", _attend(window=0)),
+    ("granite-swa", "layers without rope", _like_layer(1, "rope")),
+    ("granite-swa", "a rotation of its own", _turn(theta=10_000.0)),
+    ("cohere2-moe", "rope of a dense layer", _like_layer(4, "rope")),
+    ("cohere2-moe", "mean with the shared block", _choose(scale=1.0)),
+    ("afmoe", "window", _attend(window=0)),
+    ("afmoe", "layers without rope", _like_layer(0, "rope")),
+    ("afmoe", "scale of embeddings", lambda d: replace(d, embed_scale=1.0)),
+    ("afmoe", "scale of experts", _choose(scale=1.0)),
+    ("mellum", "rope of global layers", _like_layer(0, "rope")),
+    ("mellum", "window", _attend(window=0)),
+    ("vaultgemma", "cap on scores", _attend(softcap=0.0)),
+    ("vaultgemma", "window", _attend(window=0)),
+    ("nanochat", "cap on logits", lambda d: replace(d, final_softcap=0.0)),
+    ("nanochat", "norms of heads", _attend(qk_norm="none")),
+    ("gptj", "neighbouring pairs", _turn(interleaved=False)),
+    ("codegen", "share that turns", _turn(rotary_dim=16)),
+    ("falcon-serial", "blocks one after the other", _each(lambda x: replace(x, parallel=True))),
     ("gpt2", "scale by layer", _attend(scale=0.25)),
+    ("falcon-h1", "what reads the same", _each(lambda layer: replace(layer, waits=False))),
+    ("falcon-h1", "scale of scores", _attend(scale=24**-0.5)),
+    ("falcon-h1", "scale of logits", lambda d: replace(d, logit_scale=1.0)),
+    ("falcon-h1", "scale of states", _remember(out_scale=1.0)),
+    ("olmo-hybrid", "strength", _remember(strength=1.0)),
     ("gpt-neox", "parallel blocks", _each(lambda layer: replace(layer, parallel=False))),
 ]
 

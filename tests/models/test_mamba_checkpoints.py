@@ -36,10 +36,14 @@ def changed(folder: Path, name: str, **tensors: Tensor | None) -> Path:
         ("granite-hybrid", "model.layers.1.shared_mlp.input_linear.weight"),
         ("granite-hybrid-moe", "model.layers.1.block_sparse_moe.router.layer.weight"),
         ("bamba", f"{AT}.D"),
-        ("nemotron-h", "backbone.layers.2.mixer.out_proj.weight"),
+        ("nemotron-h", "backbone.layers.3.mixer.out_proj.weight"),
         ("nemotron-h", "backbone.layers.1.norm.weight"),
-        ("nemotron-h-moe", "backbone.layers.1.mixer.experts.3.up_proj.weight"),
+        ("nemotron-h-moe", "backbone.layers.2.mixer.experts.3.up_proj.weight"),
         ("lfm2", "model.layers.0.conv.out_proj.weight"),
+        ("falcon-h1", "model.layers.1.input_layernorm.weight"),
+        ("falcon-h1", "model.layers.2.mamba.conv1d.weight"),
+        ("falcon-h1", "model.layers.2.self_attn.o_proj.weight"),
+        ("falcon-h1", "model.layers.0.feed_forward.down_proj.weight"),
     ],
 )
 def test_what_is_missing_is_named_as_the_file_names_it(

@@ -40,11 +40,12 @@ def test_a_pattern_in_letters(dense: Tiny, tmp_path: Path) -> None:
     """As NVIDIA's own files have it, whose attention has another key for its heads."""
     want = read_spec(tmp_path)
     got = said(
-        tmp_path, layers_block_type=None, hybrid_override_pattern="M-M*-MM-", head_dim=None,
+        tmp_path, layers_block_type=None, hybrid_override_pattern="M--M*-MM-", head_dim=None,
         attention_head_dim=24, rms_norm_eps=0.01,
     )  # fmt: skip
     assert got == want.decoder
-    assert [bool(layer.mlp.intermediate) for layer in got.layers] == [1, 0, 1, 0, 1]
+    assert [bool(layer.mlp.intermediate) for layer in got.layers] == [1, 1, 0, 1, 0, 1]
+    assert [layer.attention.is_absent for layer in got.layers] == [0, 1, 0, 0, 0, 0]
 
 
 def test_earlier_keys_of_mamba(dense: Tiny, tmp_path: Path) -> None:
@@ -101,8 +102,9 @@ def test_an_adapter_by_either_name(dense: Tiny, prefix: str, tmp_path: Path) -> 
 
 def test_attention_alone(tmp_path: Path) -> None:
     """No layer has states, and one has no feed-forward block: what needs one says so."""
-    case, kinds = CASES["nemotron-h"], ["full_attention", "full_attention", "mlp"]
-    changes = {**case.changes, "layers_block_type": kinds, "num_hidden_layers": 3}
+    case = CASES["nemotron-h"]
+    kinds = ["mlp", "full_attention", "full_attention", "mlp"]
+    changes = {**case.changes, "layers_block_type": kinds, "num_hidden_layers": 4}
     theirs = make_model(replace(case, changes=changes))
     theirs.save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float32", max_model_len=64).model

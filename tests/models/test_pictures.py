@@ -39,10 +39,13 @@ SIZES = [(56, 56), (57, 56), (30, 20), (1, 300), (300, 1), (512, 64), (100, 333)
 PHOTOS = Path(__file__).parents[3] / "shared" / "data" / "images"
 
 
-def pictures_of(folder: Path) -> Pictures:
+def pictures_of(folder: Path, **chosen: Any) -> Pictures:
     spec = read_spec(folder)
     assert spec.pictures is not None and spec.decoder.vision is not None
-    return open_pictures(folder, spec.pictures, spec.decoder.vision, "<image>")
+    row, marks = "<image>", ("", "")
+    if spec.pictures.marks is not None:
+        row, marks = "<s>", ("<b>", "<e>")
+    return open_pictures(folder, spec.pictures, spec.decoder.vision, row, chosen, marks)
 
 
 def set_processor(folder: Path, **values: Any) -> None:

@@ -47,21 +47,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nemotron(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def jais2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A tiny checkpoint, and transformers' model of it."""
-    folder = tmp_path_factory.mktemp("nemotron")
-    config = transformers.NemotronConfig(
+    folder = tmp_path_factory.mktemp("jais2")
+    config = transformers.Jais2Config(
         vocab_size=320, hidden_size=64, intermediate_size=112, num_hidden_layers=3, head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
         bos_token_id=1, eos_token_id=2, pad_token_id=None,
     )  # fmt: skip
     config._attn_implementation = "eager"
-    model = transformers.NemotronForCausalLM(config).eval()
+    model = transformers.Jais2ForCausalLM(config).eval()
     random = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            scale = 0.1 if "norm" in name else parameter.shape[-1] ** -0.5
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=random))
+            norm = name.endswith("norm.weight")
+            scale = 0.1 if norm or name.endswith("bias") else parameter.shape[-1] ** -0.5
+            parameter.copy_(norm + scale * torch.randn(parameter.shape, generator=random))
     model.save_pretrained(folder)
     return folder, model
 
@@ -106,9 +107,9 @@ def says(site: Path, folder: Path, *several: dict[str, Any], **environment: str)
 
 
 @needs_native
-def test_as_transformers_has_it(site: Path, nemotron: tuple[Path, Any]) -> None:
+def test_as_transformers_has_it(site: Path, jais2: tuple[Path, Any]) -> None:
     """In a native program and called one by one, by C and by the reference."""
-    folder, model = nemotron
+    folder, model = jais2
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
     want = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
@@ -122,9 +123,9 @@ def test_as_transformers_has_it(site: Path, nemotron: tuple[Path, Any]) -> None:
 
 
 @needs_native
-def test_all_that_families_have_comes_with_it(site: Path, nemotron: tuple[Path, Any]) -> None:
+def test_all_that_families_have_comes_with_it(site: Path, jais2: tuple[Path, Any]) -> None:
     """The same bits in small steps and among ranks; in fewer bits; exported and built."""
-    folder, _ = nemotron
+    folder, _ = jais2
     ways = {"max_num_batched_tokens": 16, "max_num_seqs": 4}, {"tensor_parallel_size": 2}
     plain, *others, quantized = says(
         site,
@@ -136,7 +137,7 @@ def test_all_that_families_have_comes_with_it(site: Path, nemotron: tuple[Path, 
     for way, other in zip(ways, others, strict=True):
         assert other == plain, way
     assert len(quantized) == 2
-    built = folder.parent / "nemotron-engine"
+    built = folder.parent / "jais2-engine"
     code = f"""
 from pathlib import Path
 from penstock.pipeline.build import BuildOptions, build
@@ -168,22 +169,22 @@ print(json.dumps([same, bool(one.address)]))
     assert run(site, code) == [[True] * 4, True]
 
 
-def test_which_are_loaded(site: Path, nemotron: tuple[Path, Any]) -> None:
+def test_which_are_loaded(site: Path, jais2: tuple[Path, Any]) -> None:
     listed = "import json\nfrom penstock.models.registry import architectures\n"
-    listed += "found = 'NemotronForCausalLM' in architectures()\n"
+    listed += "found = 'Jais2ForCausalLM' in architectures()\n"
     assert run(site, f"{listed}print(json.dumps(found))") is True
-    assert run(site, f"{listed}print(json.dumps(found))", PENSTOCK_PLUGINS="nemotron") is True
+    assert run(site, f"{listed}print(json.dumps(found))", PENSTOCK_PLUGINS="jais2") is True
     refused = f"""
 {listed}
 from pathlib import Path
 from penstock.models import read_spec
 try:
-    read_spec(Path({str(nemotron[0])!r}))
+    read_spec(Path({str(jais2[0])!r}))
 except Exception as error:
     print(json.dumps([found, str(error)]))
 """
     found, why = run(site, refused, PENSTOCK_PLUGINS="")
-    assert found is False and "PENSTOCK_PLUGINS leaves out nemotron" in why
+    assert found is False and "PENSTOCK_PLUGINS leaves out jais2" in why
 
 
 @pytest.fixture

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.published_states import PUBLISHED_STATES
 from tests.models.seeing import (
     IMAGE,
     SeeingModel,
+    make_gemma3,
     make_idefics3,
     make_internvl,
     make_lfm2,
     make_llava,
+    make_llava_next,
+    make_mistral3,
     make_qwen,
     make_qwen3,
     make_qwen3_5,
@@ -28,8 +30,6 @@ from penstock import LLM, SamplingParams
 from penstock.cache import PagedLayout
 from penstock.errors import InvalidPromptError, UnsupportedModelError, WeightsError
 from penstock.models.load import load_model
-from penstock.models.registry import read_spec, spec_of
-from penstock.nn.spec import GridSpec
 
 MAKERS: dict[str, Callable[[Path], SeeingModel]] = {
     "idefics3": make_idefics3,
@@ -43,16 +43,23 @@ MAKERS: dict[str, Callable[[Path], SeeingModel]] = {
         folder, vision_feature_select_strategy="full", vision_feature_layer=2
     ),
     "llava-last-layer": lambda folder: make_llava(folder, vision_feature_layer=-1),
+    "llava-next": make_llava_next,
+    "llava-next-siglip": lambda folder: make_llava_next(folder, tower="siglip", text="Mistral"),
     "qwen2.5-vl": make_qwen,
     "qwen2.5-vl-published": lambda folder: make_qwen(folder, published=True),
     "qwen2-vl": lambda folder: make_qwen(folder, older=True),
     "qwen3-vl": make_qwen3,
+    "qwen3-vl-moe": lambda folder: make_qwen3(folder, mixed=True),
     "qwen3.5": make_qwen3_5,
     "qwen3.5-moe": lambda folder: make_qwen3_5(folder, mixed=True),
     "internvl": make_internvl,
     "internvl-normed": lambda folder: make_internvl(folder, pooled=False, text="Llama"),
     "internvl-3.5": lambda folder: make_internvl(folder, text="Qwen3"),
     "lfm2-vl": make_lfm2,
+    "gemma3": make_gemma3,
+    "gemma3-wide-windows": lambda folder: make_gemma3(folder, window=300, tokens=4),
+    "mistral3": make_mistral3,
+    "mistral3-ministral": lambda folder: make_mistral3(folder, text="Ministral3", bias=True),
     "lfm2-vl-moe": lambda folder: make_lfm2(folder, mixed=True, normed=False),
 }
 
@@ -75,50 +82,34 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
     _check_rows(made, llm)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3-vl-moe", "llava-next"])
+def test_texts_alone(name: str, tmp_path: Path) -> None:
+    """Of models that see, to which none is shown."""
+    made = MAKERS[name](tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=8)
+    (output,) = llm.generate("No picture at all, and some words more.", params)
+    ids = torch.tensor([output.prompt_token_ids])
+    with torch.no_grad():
+        found = made.reference.generate(
+            input_ids=ids, max_new_tokens=8, min_new_tokens=8, do_sample=False
+        )
+    assert found[0].tolist() == output.prompt_token_ids + output.outputs[0].token_ids
+
+
 def _check_rows(made: SeeingModel, llm: LLM) -> None:
     """The tower's, within what float32 rounds: transformers' own may be further from float64's."""
     sight = llm.runtime.sight
     assert sight is not None
     image = picture(130, 140, 5)
     inputs = made.inputs("<image>", [image])
-    pixels = {k: v for k, v in inputs.items() if k.startswith(("pixel", "image_grid", "spatial"))}
+    pixels = {k: v for k, v in inputs.items() if k.startswith(("pixel", "image_", "spatial"))}
     pixels["pixel_values"] = pixels["pixel_values"].double()
     with torch.no_grad():
         precise = deepcopy(made.reference).double()
         rows = torch.cat(list(precise.get_image_features(**pixels).pooler_output)).float()
     got = sight.rows_of(sight.pictures.cutter.cut(image))[:, : rows.shape[1]]
     torch.testing.assert_close(got, rows, rtol=1e-4, atol=1e-4 * rows.abs().max().item())
-
-
-def test_a_published_lfm2_vl() -> None:
-    """LFM2-VL-450M's config as of 2025, from memory: no key is left."""
-    text = PUBLISHED_STATES["LFM2-1.2B"] | {
-        "block_dim": 1024, "block_ff_dim": 6656, "conv_dim": 1024, "conv_dim_out": 1024,
-        "hidden_size": 1024, "num_attention_heads": 16, "num_heads": 16,
-    }  # fmt: skip
-    vision = {
-        "attention_dropout": 0.0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 768,
-        "intermediate_size": 3072, "layer_norm_eps": 1e-06, "model_type": "siglip2_vision_model",
-        "num_attention_heads": 12, "num_channels": 3, "num_hidden_layers": 12, "num_patches": 256,
-        "patch_size": 16, "torch_dtype": "bfloat16", "vision_use_head": False,
-    }  # fmt: skip
-    config = {
-        "architectures": ["Lfm2VlForConditionalGeneration"], "do_image_splitting": True,
-        "downsample_factor": 2, "encoder_patch_size": 16, "image_token_index": 396,
-        "max_image_tokens": 256, "max_num_patches": 1024, "max_pixels_tolerance": 2.0,
-        "max_tiles": 10, "min_image_tokens": 64, "min_tiles": 2, "model_type": "lfm2-vl",
-        "projector_bias": True, "projector_hidden_act": "gelu", "projector_hidden_size": 2560,
-        "text_config": text, "tile_size": 512, "torch_dtype": "bfloat16",
-        "use_image_special_tokens": True, "use_thumbnail": True, "vision_config": vision,
-        "vision_feature_layer": -1,
-    }  # fmt: skip
-    spec = spec_of(config, "LFM2-VL-450M", strict=True)
-    assert spec.pictures is not None and spec.pictures.token_id == 396
-    assert spec.decoder.hidden == 1024 and spec.decoder.tied
-    tower = spec.decoder.vision
-    assert isinstance(tower, GridSpec) and len(tower.layers) == 12
-    assert (tower.hidden, tower.table_side, tower.theta) == (768, 16, 0.0)
-    assert (tower.projector.inner, tower.projector.fold) == (2560, 2)
 
 
 @pytest.mark.parametrize("side", [25, 40, 50])
@@ -243,99 +234,6 @@ def change(folder: Path, part: str | None = None, **values: Any) -> None:
     file.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(
-    ("part", "values", "said"),
-    [
-        (None, {"vision_feature_layer": [1, 2]}, "features of several layers aren't built"),
-        (None, {"vision_feature_layer": -9}, "-9 isn't one of the 3 layers"),
-        (None, {"projector_hidden_act": "relu"}, "projector_hidden_act='relu'"),
-        ("vision_config", {"model_type": "pixtral"}, "model_type='pixtral'"),
-        ("vision_config", {"num_attention_heads": 5}, "isn't a multiple of num_attention_heads 5"),
-        ("vision_config", {"patch_size": 57}, "image_size 56 has 0 patches"),
-        ("vision_config", {"num_channels": 1}, "num_channels=1"),
-        ("text_config", {"model_type": "gpt2"}, "model_type='gpt2'"),
-        ("text_config", {"hidden_act": "relu"}, "hidden_act='relu'"),
-        ("text_config", {"logit_scale": 2.0}, "logit_scale"),
-    ],
-)
-def test_what_isnt_built(part: str | None, values: dict[str, Any], said: str, llava: Path) -> None:
-    change(llava, part, **values)
-    with pytest.raises(UnsupportedModelError, match=said):
-        read_spec(llava)
-
-
-def test_keys_that_nobody_reads_are_named_wherever_they_stand(llava: Path) -> None:
-    change(llava, "vision_config", new_norm=True)
-    with pytest.warns(UserWarning, match="new_norm"):
-        read_spec(llava)
-    with pytest.raises(UnsupportedModelError, match="new_norm"):
-        read_spec(llava, strict=True)
-
-
-def test_published_configs_leave_out_what_is_like_their_kind(llava: Path) -> None:
-    """As LLaVA 1.5's: a Llama's shape goes without saying."""
-    said = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
-    change(llava, text_config=said, image_token_index=32000)
-    spec = read_spec(llava).decoder
-    first = spec.layers[0]
-    assert (spec.hidden, len(spec.layers), first.mlp.intermediate) == (4096, 32, 11008)
-    assert spec.vision is not None and spec.vision.projector.out == 4096
-    assert (first.attention.num_heads, spec.vision.tokens) == (32, 16)
-
-
-@pytest.mark.parametrize(
-    ("part", "values", "said"),
-    [
-        ("vision_config", {"deepstack_visual_indexes": [2, 0]}, r"\[2, 0\] aren't layers of 4"),
-        ("vision_config", {"deepstack_visual_indexes": [0, 1, 2]}, "of the text model's 2"),
-        ("vision_config", {"num_position_embeddings": 37}, "num_position_embeddings=37"),
-        ("vision_config", {"out_hidden_size": 65}, "out_hidden_size=65"),
-        ("vision_config", {"num_heads": 3}, "aren't those of num_heads 3"),
-        ("text_config", {"rope_parameters": {"rope_type": "default"}}, "has no mrope_section"),
-        (
-            "text_config",
-            {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}},
-            "three numbers of pairs, 8 together",
-        ),
-        (
-            "text_config",
-            {"rope_parameters": {"mrope_section": [1, 1, 6], "mrope_interleaved": True}},
-            "can't take turns",
-        ),
-    ],
-)
-def test_what_isnt_built_of_qwens(
-    part: str, values: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    make_qwen3(tmp_path)
-    change(tmp_path, part, **values)
-    with pytest.raises(UnsupportedModelError, match=said):
-        read_spec(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("part", "values", "said"),
-    [
-        ("vision_config", {"num_patches": 24}, "num_patches 24 aren't those of a square"),
-        ("vision_config", {"model_type": "siglip"}, "model_type='siglip'"),
-        ("vision_config", {"num_attention_heads": 5}, "isn't a multiple of num_attention_heads 5"),
-        ("vision_config", {"hidden_act": "relu6"}, "hidden_act='relu6'"),
-        ("text_config", {"model_type": "llama"}, "model_type='llama'"),
-        (None, {"use_image_special_tokens": False}, "use_image_special_tokens=False"),
-        (None, {"vision_feature_layer": -2}, "vision_feature_layer=-2"),
-        (None, {"image_token_index": 5}, "image_token_index=5; built for this family: 257"),
-        (None, {"downsample_factor": 0}, "downsample_factor must be a"),
-    ],
-)
-def test_what_isnt_built_of_lfm2(
-    part: str | None, values: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    make_lfm2(tmp_path)
-    change(tmp_path, part, **values)
-    with pytest.raises(UnsupportedModelError, match=said):
-        read_spec(tmp_path)
-
-
 def test_what_lfm2_leaves_unsaid(tmp_path: Path) -> None:
     """As transformers has it: tied, whatever the text model's part says, and no norm where none is
     wanted, although the file has one.
@@ -390,6 +288,43 @@ def test_other_names_of_the_same(names: Callable[[str], str], llava: Path) -> No
     want = load_model(llava).model.state_dict()
     rename(llava, names)
     got = load_model(llava).model.state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+
+
+def module_names(name: str) -> str:
+    """As transformers' modules are called, not its files."""
+    if name.startswith("language_model.lm_head"):
+        return name.removeprefix("language_model.")
+    return "model." + name.replace("language_model.model.", "language_model.")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+@pytest.mark.parametrize(
+    "names",
+    [module_names, lambda name: name.replace("vision_tower.vision_model.", "vision_tower.")],
+)
+def test_names_of_files_and_modules(names: Callable[[str], str], name: str, tmp_path: Path) -> None:
+    MAKERS[name](tmp_path)
+    want = load_model(tmp_path).model.state_dict()
+    rename(tmp_path, names)
+    got = load_model(tmp_path).model.state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+
+
+def test_experts_that_lie_the_other_way(tmp_path: Path) -> None:
+    """As in published files of Qwen3-VL, which transformers transposes."""
+    from safetensors.torch import load_file, save_file
+
+    make_qwen3(tmp_path, mixed=True)
+    want = load_model(tmp_path).model.state_dict()
+    file, turned = tmp_path / "model.safetensors", 0
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        turned += 1
+    save_file(tensors, file)
+    got = load_model(tmp_path).model.state_dict()
+    assert turned == 4
     assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
 
 

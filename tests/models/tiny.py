@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.models.tiny_gemma4 import GEMMA4
+from tests.models.tiny_later import ALONE, LATER, LATER_ALIKE, LATER_FAMILIES, LATER_SEEDS
 from torch import Tensor
 
 from penstock.cache import StateCache
@@ -378,6 +380,17 @@ GRANITE = {
     "logits_scaling": 1.7,
     "rms_norm_eps": 0.05,
 }
+FALCON = {
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "key_multiplier": 0.6,
+    "lm_head_multiplier": 0.8,
+    "mlp_multipliers": [0.75, 0.5],
+    "rms_norm_eps": 0.01,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.5,
+}
 CASES |= {
     "granite-moe": _case(
         "GraniteMoe",
@@ -414,10 +427,10 @@ CASES |= {
     "nemotron-h": _case(
         "NemotronH",
         layers_block_type=[
-            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+            *("linear_attention", "mlp", "mlp", "linear_attention", "full_attention", "mlp"),
             *("linear_attention", "linear_attention", "mlp"),
         ],
-        num_hidden_layers=8,
+        num_hidden_layers=9,
         head_dim=24,
         mamba_num_heads=4,
         mamba_head_dim=32,
@@ -428,8 +441,10 @@ CASES |= {
     ),
     "nemotron-h-moe": _case(
         "NemotronH",
-        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
-        num_hidden_layers=5,
+        layers_block_type=[
+            *("moe", "linear_attention", "moe", "full_attention", "linear_attention", "moe", "moe"),
+        ],
+        num_hidden_layers=7,
         head_dim=16,
         mamba_num_heads=4,
         mamba_head_dim=16,
@@ -443,9 +458,76 @@ CASES |= {
         moe_shared_expert_intermediate_size=72,
         routed_scaling_factor=1.7,
     ),
+    "nemotron-h-latent": _case(
+        "NemotronH",
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        num_hidden_layers=4,
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=1,
+        ssm_state_size=16,
+        time_step_min=1e-9,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        moe_latent_size=32,
+        moe_shared_expert_intermediate_size=72,
+        routed_scaling_factor=1.7,
+    ),
     "bamba": _case("Bamba", **MAMBA, attn_layer_indices=[1], mamba_conv_bias=False, mlp_bias=True),
+    "falcon-h1": _case(
+        "FalconH1",
+        **FALCON,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_state=32,
+        mamba_n_groups=2,
+        head_dim=24,
+        ssm_multipliers=[0.7, 0.6, 1.3, 1.6, 0.8],
+    ),
+    "falcon-h1-normed": _case(
+        "FalconH1",
+        mamba_d_ssm=None,
+        mamba_n_heads=8,
+        mamba_d_state=16,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_conv_bias=False,
+        ssm_multipliers=[1.25, 0.6, 1.0, 1.25, 1.25],
+        tie_word_embeddings=True,
+    ),
+}
+CASES |= {
+    name: Case(f"{family}ForCausalLM", f"{family}Config", changes, common=name not in ALONE)
+    for name, (family, changes) in LATER.items()
+}
+CASES |= {
+    "olmo-hybrid": _case(
+        "OlmoHybrid",
+        num_hidden_layers=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    ),
+    "olmo-hybrid-rope": _case(
+        "OlmoHybrid",
+        num_hidden_layers=4,
+        layer_types=["full_attention", *["linear_attention"] * 3],
+        linear_key_head_dim=16,
+        linear_allow_neg_eigval=False,
+        linear_conv_kernel_dim=3,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+}
+CASES |= {
+    name: Case("Gemma4ForCausalLM", "Gemma4TextConfig", changes) for name, changes in GEMMA4.items()
 }
 PROMPT_SEEDS = {
+    "nemotron-h": 1,
+    "nemotron-h-moe": 0,
     "qwen2-window": 3,
     "qwen3": 7,
     "gemma2": 7,
@@ -455,7 +537,8 @@ PROMPT_SEEDS = {
     "cohere2": 1,
     "exaone4": 1,
     "ministral3": 0,
-}
+    "gemma4-mixed": 10,
+} | LATER_SEEDS
 """Prompts whose greedy continuation hangs on no rounding; of the others 5 is one."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
@@ -464,16 +547,18 @@ FAMILIES += ("olmo3", "granite", "gemma", "cohere", "cohere2", "glm", "glm4", "s
 FAMILIES += ("exaone4", "seed-oss", "ernie4_5", "ministral", "ministral3", "phi", "stablelm")
 FAMILIES += ("arcee", "hunyuan")
 FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
-FAMILIES += ("granite-moe", "granite-moe-shared")
+FAMILIES += ("granite-moe", "granite-moe-shared", *LATER_FAMILIES)
 STATED = ("qwen3-next", "qwen3_5", "qwen3_5-moe", "lfm2", "lfm2-moe")
 STATED += ("granite-hybrid", "granite-hybrid-moe", "bamba", "nemotron-h")
-STATED += ("nemotron-h-moe",)
+STATED += ("nemotron-h-moe", "falcon-h1", "falcon-h1-normed", "olmo-hybrid", "olmo-hybrid-rope")
+STATED += ("nemotron-h-latent",)
 """Those whose layers have states."""
-DIVISIBLE = [name for name in CASES if name not in STATED]
+DIVISIBLE = [name for name in CASES if name not in (*STATED, *GEMMA4)]
 """Those that ranks can share."""
-FAMILIES += STATED
+FAMILIES += (*STATED, *GEMMA4)
 ALIKE = ("llama", "qwen2", "smollm3", "olmoe", "olmo3", "gemma", "cohere", "glm", "seed-oss")
 ALIKE += ("ministral", "ministral3", "exaone4", "granite-moe", "granite-moe-shared", "bamba")
+ALIKE += LATER_ALIKE
 """Families whose operators others call with the same choices: mistral, qwen3, qwen3-moe, olmo2,
 gemma2, cohere2, glm4, granite-hybrid, and gpt-oss and granite together.
 """
@@ -491,8 +576,10 @@ def make_model(case: Case, seed: int = 0) -> Any:
     config._attn_implementation = "eager"
     model = getattr(transformers, case.model)(config).eval()
     random = torch.Generator().manual_seed(seed)
-    gemma = "Gemma" in case.model
-    offset = gemma or "Qwen3Next" in case.model or "Qwen3_5" in case.model  # 1 is added to norms
+    gemma, fourth = "Gemma" in case.model, "Gemma4" in case.model
+    more = ("Qwen3Next", "Qwen3_5", "NemotronFor")
+    plus_one = any(name in case.model for name in more)
+    offset = plus_one or (gemma and not fourth)  # 1 is added to norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=random)
@@ -500,6 +587,10 @@ def make_model(case: Case, seed: int = 0) -> Any:
                 after_block = gemma and "post_" in name  # or its large embeddings drown the layers
                 added = offset and "linear_attn" not in name
                 parameter.copy_(0.3 * noise + (2.0 if after_block else 0.0 if added else 1.0))
+                if fourth and name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.copy_(0.3 * parameter)  # its scores aren't divided by anything
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                parameter.copy_(1.0 + 0.3 * noise)
             elif name.endswith("A_log"):  # from hardly any to half a token's memory
                 parameter.copy_(noise - 1.5)
             elif name.endswith((".mamba.D", ".mixer.D")):
@@ -514,6 +605,8 @@ def make_model(case: Case, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=random))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(0.9 + 0.2 * torch.randn(buffer.shape, generator=random))
     return model
 
 
@@ -567,11 +660,17 @@ def make_cache(spec: DecoderSpec, dtype: torch.dtype) -> KV:
     one (`ops.mla`)."""
     v, kv = vnni_factor(dtype), []
     for layer in spec.layers:
+        if layer.attention.reads is not None:
+            kv.append(())
+            continue
         if (shapes := layer.attention.state_shapes) is not None:
             state, inputs = shapes
             kv.append(StateCache(torch.zeros((2, *state)), torch.zeros((2, *inputs), dtype=dtype)))
             continue
         heads, dim = layer.attention.cached
+        if layer.attention.is_absent:
+            kv.append(())
+            continue
         width, blocks = round_up(dim, 16), len(TABLE) + 1
         key = (blocks, heads, BLOCK // COLUMNS, width // v, COLUMNS, v)
         value = (blocks, heads, width // COLUMNS, BLOCK // v, COLUMNS, v)

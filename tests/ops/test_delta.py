@@ -30,6 +30,7 @@ class Case:
     contexts: list[int]
     states: list[int] | None = None
     kept: list[list[int]] | None = None
+    strength: float = 1.0
 
     def run(self, name: str = "native") -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, and what lies in the slots then."""
@@ -42,7 +43,7 @@ class Case:
         out = ops.implementations("delta_rule")[name](
             self.mixed, self.gates, self.conv, self.rates, self.shift, self.norm, 1e-6,
             ints(self.starts), ints(self.contexts), ints(self.states),
-            kept if kept is None else kept.view(-1, 2), state, inputs,
+            kept if kept is None else kept.view(-1, 2), state, inputs, self.strength,
         )  # fmt: skip
         return out, state, inputs
 
@@ -88,10 +89,11 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("strength", [1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES)
 @needs_native
-def test_as_the_reference(sizes: str, dtype: torch.dtype) -> None:
+def test_as_the_reference(sizes: str, dtype: torch.dtype, strength: float) -> None:
     """Sequences that begin, go on, or bring nothing; states kept on the way and at the end."""
     case = make([5, 1, 0, 70, 33], dtype=dtype, **SIZES[sizes])  # type: ignore[arg-type]
     case = replace(
@@ -100,6 +102,7 @@ def test_as_the_reference(sizes: str, dtype: torch.dtype) -> None:
         states=[-1, 2, 0, 3, -1],
         kept=[[1, 6], [4, 1], [5, 5], [40, 7], [75, 4], [75, 9], [108, 8]],
     )
+    case.strength = strength
     want, got = case.run("reference"), case.run()
     rounding = 2e-2 if dtype is torch.bfloat16 else 1e-4
     scale = want[0].float().abs().max().item()
@@ -129,6 +132,21 @@ def test_one_token_by_the_formula(name: str) -> None:
     z = case.mixed[0, 48:]
     torch.testing.assert_close(out[0], o * z * z.sigmoid(), rtol=1e-5, atol=1e-6)
     assert torch.equal(inputs[1, 0], case.mixed[0, :48])
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_what_a_key_stood_for_is_turned_around(name: str) -> None:
+    """With a strength of 2 and all of it, a second value of none leaves minus the first."""
+    if name not in ops.implementations("delta_rule"):
+        pytest.skip(f"no native kernels: {native.reason}")
+    case = make([2], keys=1, heads=1, key_dim=16, value_dim=16, width=2)
+    case.kept = [[0, 1], [1, 2]]
+    case.gates[:, 0], case.gates[:, 1] = -200.0, 100.0  # nothing fades, all is added
+    case.conv[0], case.mixed[1, :32] = 0.0, case.mixed[0, :32]
+    case.mixed[1, 32:48] = 0.0
+    case.strength = 2.0
+    _, state, _ = case.run(name)
+    torch.testing.assert_close(state[2, 0, 0], -state[1, 0, 0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["reference", "native"])

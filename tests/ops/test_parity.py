@@ -241,9 +241,14 @@ def test_paged_attention(
 
 @pytest.mark.parametrize("stored", [name for name in STORED if "int4" not in name])
 @pytest.mark.parametrize(("dim", "heads", "size"), [(72, 4, 32), (64, 3, 64), (16, 2, 32)])
+@pytest.mark.parametrize("window", [0, 4, 270])
 @pytest.mark.usefixtures("isa")
-def test_attention_in_which_all_see_all(stored: str, dim: int, heads: int, size: int) -> None:
-    """Tiles of a picture side by side; a tile has the bits that it has alone."""
+def test_attention_in_which_all_see_all(
+    stored: str, dim: int, heads: int, size: int, window: int
+) -> None:
+    """Tiles of a picture side by side; a tile has the bits that it has alone. window: what is
+    before the last of those isn't seen.
+    """
     dtype, kept = STORED[stored]
     counts = [300, 1, 33]
     blocks = [-(-n // size) for n in counts]
@@ -269,7 +274,7 @@ def test_attention_in_which_all_see_all(stored: str, dim: int, heads: int, size:
         begins = starts[b.start : b.stop + 1] - starts[b.start]
         length, places = ends[b].int(), table[b].contiguous()
         found: Tensor = call(
-            rows, *cache[:2], begins, length, places, dim**-0.5, **beside, causal=False
+            rows, *cache[:2], begins, length, places, dim**-0.5, window, **beside, causal=False
         )
         return found
 
@@ -279,8 +284,9 @@ def test_attention_in_which_all_see_all(stored: str, dim: int, heads: int, size:
     for b in range(3):
         alone = run(op.call, slice(b, b + 1))
         assert torch.equal(alone, together[int(starts[b]) : int(starts[b + 1])])
-    with pytest.raises(RuntimeError, match="isn't causal has no window"):
-        op.call(q, *cache[:2], starts, ends.int(), table, 1.0, window=4, **beside, causal=False)
+    sinks = {"window": 4, "sink_tokens": 2, "causal": False}
+    with pytest.raises(RuntimeError, match="isn't causal has no sink_tokens"):
+        op.call(q.repeat(1, 2, 1), *cache[:2], starts, ends.int(), table, 1.0, **beside, **sinks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

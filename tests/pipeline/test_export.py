@@ -22,6 +22,7 @@ from penstock.pipeline import load_graph
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.export import Export, export_model
 from penstock.pipeline.graph import weights_of
+from penstock.pipeline.new_weights import NewWeights
 from tests.pipeline.test_graph import machine, steps
 
 
@@ -70,6 +71,24 @@ def test_what_is_in_it(exported: Export) -> None:
     assert exported.manifest.graph["digest"] == exported.graph.digest
     text = (exported.folder / MANIFEST).read_text()
     assert str(exported.folder.parent) not in text  # says nothing of the machine
+
+
+CARD = "---\r\nlicense: other\r\n---\r\n# tiny\r\n\r\nIn float32, caf\xe9.\r\n"
+
+
+def test_the_card_says_what_the_weights_are_in(tiny_folder: Path, tmp_path: Path) -> None:
+    """Behind its metadata; bytes that aren't UTF-8 stay, too."""
+    source, card = shutil.copytree(tiny_folder, tmp_path / "tiny"), CARD.encode("latin-1")
+    (source / "README.md").write_bytes(card)
+    export_model(source, tmp_path / "plain")
+    assert (tmp_path / "plain" / "README.md").read_bytes() == card
+    export_model(source, tmp_path / "codes", weights=NewWeights(quant="w8a8"))
+    noted = (tmp_path / "codes" / "README.md").read_bytes()
+    head, _, rest = noted.partition(b"> Exported by Penstock from tiny: weights in w8a8 by rtn, ")
+    said, _, rest = rest.partition(b"\n\n")
+    assert head + rest == card and head.endswith(b"---\r\n")
+    assert said.endswith(b"The card below is the original's, and speaks of its weights.")
+    verify_exported(tmp_path / "codes")
 
 
 def test_what_it_was_exported_for_is_what_engines_use(tiny_folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from penstock.pipeline.stream import Stream
 from tests.models.tiny import Tiny
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "qwen2"]
-FAMILIES += ["granite", "cohere", "glm4", "starcoder2", "phi", "stablelm"]
+FAMILIES += ["granite", "cohere", "glm4", "starcoder2", "phi", "stablelm", "gemma4"]
 
 
 def outputs(parts: Parts, text: CalibrationSet, scale: float | None) -> list[torch.Tensor]:

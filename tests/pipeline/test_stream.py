@@ -44,7 +44,7 @@ def inputs_of(model: Any, calibration: CalibrationSet) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "granite", "cohere2", "glm4"]
+    "family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "granite", "cohere2", "glm4", "gemma4"]
 )
 def test_statistics_are_those_of_the_models_own_inputs(
     family: str,

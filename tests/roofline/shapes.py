@@ -12,6 +12,7 @@ from penstock.nn import (
     DecoderSpec,
     DeltaSpec,
     ExpertsSpec,
+    InputsSpec,
     LatentSpec,
     LayerSpec,
     MambaSpec,
@@ -73,6 +74,24 @@ def of_latents() -> DecoderSpec:
     many = MlpSpec(1408, experts=ExpertsSpec(64, 6, normalize=False, shared=2816))
     layers = LayerSpec(plain, MlpSpec(10944)), LayerSpec(plain, many), LayerSpec(tight, many)
     return DecoderSpec(102400, 2048, layers, NormSpec(), 163840)
+
+
+def of_inputs() -> DecoderSpec:
+    """Gemma 4 E2B's: 15 layers that write keys and values, 20 that read those of the 14th, 15th."""
+    slides = AttentionSpec(
+        8, 1, 256, 1.0, RopeSpec(1e4, 256), qk_norm="head", window=512, value_norm=True
+    )
+    whole = replace(slides, head_dim=512, rope=RopeSpec(1e6, 512), window=0)
+    kinds, layers = ([slides] * 4 + [whole]) * 7, []
+    for i, kind in enumerate(kinds):
+        reads = None if i < 15 else 14 if kind is whole else 13
+        mlp = MlpSpec(6144 if i < 15 else 12_288, "gelu_tanh")
+        attention = replace(kind, reads=reads)
+        layers.append(LayerSpec(attention, mlp, post_norm=True, input_dim=256, scalar=True))
+    return DecoderSpec(
+        262_144, 1536, tuple(layers), NormSpec(), 131_072, tied=True, embed_scale=39.25,
+        final_softcap=30.0, inputs=InputsSpec(256, 262_144),
+    )  # fmt: skip
 
 
 def of_mamba() -> DecoderSpec:

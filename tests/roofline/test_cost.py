@@ -15,7 +15,7 @@ from penstock.roofline import OPS, Cost, CostModel, StepSize, floor_of, floor_s,
 from penstock.roofline.cost import pairs
 from penstock.step import Step
 
-from .shapes import BF16, costs, mixed, of_latents, of_states, qwen
+from .shapes import BF16, costs, mixed, of_inputs, of_latents, of_states, qwen
 
 PEAKS = Peaks(1e9, 1e12, 0.0, 2, "")
 SMALL = 24 * (2 * 896 + 1152) + 896
@@ -96,8 +96,8 @@ def test_recent_tokens_are_read_as_they_were_written(
 
 @pytest.mark.parametrize(
     "spec",
-    [qwen(), qwen(window=7), mixed(), of_latents(), of_states()],
-    ids=["full", "window", "mixed", "latents", "states"],
+    [qwen(), qwen(window=7), mixed(), of_latents(), of_states(), of_inputs()],
+    ids=["full", "window", "mixed", "latents", "states", "inputs"],
 )
 @pytest.mark.parametrize(
     "size",
@@ -127,8 +127,9 @@ def test_each_operator_of_a_prompt() -> None:
     rows = {row.op: row for row in costs(qwen()).ops(StepSize([10], [30], 1))}
     assert {name: row.calls for name, row in rows.items()} == {
         "embedding": 2, "norm": 0, "experts": 0, "head": 1, "softcap": 0,
-        **dict.fromkeys(("conv", "delta", "gate", "gates", "mamba", "mixed"), 0),
+        **dict.fromkeys(("conv", "delta", "gate", "gates", "mamba", "mixed", "narrow", "widen"), 0),
         **dict.fromkeys(("q", "q_down", "q_up", "kv", "heads", "shared_up", "shared_down"), 0),
+        **dict.fromkeys(("projection", "input_gate", "input_out"), 0),
         **dict.fromkeys(("qkv", "rotary", "attention", "out", "up", "down"), 24),
     }  # fmt: skip
     up = rows["up"]

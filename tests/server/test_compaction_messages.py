@@ -246,6 +246,12 @@ def test_marks_stay_with_the_messages(client: Anthropic) -> None:
     assert compactions > 0
 
 
+def behind(asked: dict[str, Any]) -> dict[str, Any]:
+    """The same edits behind one that has no effect, whatever it says."""
+    first = {"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 3}}
+    return {"edits": [first, *asked["edits"]]}
+
+
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"context_management": edits(127)}, "at least 128", "edits[0].trigger.value"),
     ({"context_management": edits("700")}, "must be an integer", "edits[0].trigger.value"),  # type: ignore[arg-type]
@@ -254,6 +260,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"context_management": {"edits": [{"type": "clear_all_20300101"}]}},
      "clear_all_20300101", "edits"),
     ({"context_management": edits(tokens=4)}, "isn't a field", "edits[0].tokens"),
+    ({"context_management": behind(edits(127))}, "at least 128", "edits[1].trigger.value"),
     ({"context_management": [1]}, "must be an object", "context_management"),
 ]  # fmt: skip
 
@@ -263,6 +270,15 @@ def test_wrong_wishes(client: Anthropic, options: Any, words: str, place: str) -
     with pytest.raises(anthropic.BadRequestError) as refused:
         ask(client, [{"role": "user", "content": "x"}], **options)
     assert words in str(refused.value) and place in str(refused.value)
+
+
+def test_the_threshold_is_blamed_where_it_stands(client: Anthropic) -> None:
+    talk: Any = [{"role": role, "content": "A walk by the sea. " * 9}
+                 for role in ("user", "assistant", "user")]  # fmt: skip
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        ask(client, talk, system="word " * 150, context_management=behind(edits(128)))
+    assert "the system's messages" in str(refused.value)
+    assert "edits[1].trigger.value" in str(refused.value)
 
 
 def test_wrong_blocks(client: Anthropic) -> None:

@@ -149,5 +149,6 @@ def test_the_endpoints_are_those_of_the_application(server: Running) -> None:
         paths = client.get("/openapi.json").json()["paths"]
     served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     section = PAGE.read_text().split("## Endpoints\n")[1].split("\n## ")[0]
-    said = {f"{method} {path}" for method, path in re.findall(r"`(GET|POST) (/[^`]*)`", section)}
+    found = re.findall(r"`(DELETE|GET|POST) (/[^`]*)`", section)
+    said = {f"{method} {path}" for method, path in found}
     assert said == served

@@ -82,7 +82,10 @@ def written(
         (CHAT, {"verbosity": "low", "store": True}, "store, verbosity"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
         (CHAT, {"reasoning_effort": "none", "verbosity": None, "store": False}, ""),
-        (CHAT, {"metadata": {"run": "7"}}, ""),
+        (CHAT, {"metadata": {"run": "7"}, "session_id": "a"}, ""),
+        (CHAT, {"thinking_token_budget": 0}, ""),
+        (CHAT, {"thinking_token_budget": -1}, ""),
+        (CHAT, {"thinking_token_budget": 512}, "thinking_token_budget"),
         (ANSWER, {"text": {"verbosity": "high"}}, "text.verbosity"),
         (
             ANSWER,
@@ -95,9 +98,9 @@ def written(
                 "client_metadata": {"session": "1"},
                 "store": False,
                 "include": ["reasoning.encrypted_content"],
-                "tools": [{"type": "web_search"}, FUNCTION, {"type": "namespace", "name": "n"}],
+                "tools": [{"type": "web_search"}, FUNCTION, {"type": "web_search_preview"}],
             },
-            "tools (web_search), tools (namespace), include (reasoning.encrypted_content)",
+            "tools (web_search), tools (web_search_preview), include (reasoning.encrypted_content)",
         ),
         (MESSAGES, {"thinking": {"type": "disabled"}}, ""),
         (MESSAGES, {"thinking": {"type": "adaptive"}}, "thinking"),
@@ -135,6 +138,7 @@ def test_in_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     [
         (CHAT, {"reasoning_effort": "low"}, "Reasoning: low<|im", ""),
         (CHAT, {"reasoning_effort": "none"}, "Don't think.<|im", ""),
+        (CHAT, {"thinking_token_budget": 0}, "Don't think.<|im", ""),
         (
             CHAT,
             {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
@@ -156,13 +160,27 @@ def test_templates_are_told(
     assert named == unheeded
 
 
-def test_values_that_a_template_refuses_are_passed_over(written: Any) -> None:
-    """As Qwen3.8's does with "high", which Claude Code sends."""
-    picky = "{% if reasoning_effort is defined and reasoning_effort not in ['low'] %}" \
-        "{{ raise_exception('low alone') }}{% endif %}" + TELLS  # fmt: skip
-    low, high = ({"output_config": {"effort": effort}} for effort in ("low", "high"))
-    assert written(picky, MESSAGES, low) == ("Reasoning: low<|im_start|>user: Hello", "")
-    assert written(picky, MESSAGES, high) == ("<|im_start|>user: Hello", "output_config.effort")
+@pytest.mark.parametrize(
+    ("taken", "asked", "told"),
+    [
+        (["low"], "low", "low"),
+        (["low"], "high", "low"),
+        (["low", "medium", "high"], "max", "high"),
+        (["low", "medium", "high"], "minimal", "low"),
+        (["medium", "xhigh"], "high", "xhigh"),
+        (["none", "default"], "high", None),
+    ],
+)
+def test_values_that_a_template_refuses(
+    written: Any, taken: list[str], asked: str, told: str | None
+) -> None:
+    """As Qwen3.8's does with "high", which Claude Code sends: the nearest, or none."""
+    picky = f"{{% if reasoning_effort is defined and reasoning_effort not in {taken} %}}" \
+        "{{ raise_exception('no') }}{% endif %}" + TELLS  # fmt: skip
+    begin = "" if told is None else f"Reasoning: {told}"
+    text, named = written(picky, MESSAGES, {"output_config": {"effort": asked}})
+    assert text == f"{begin}<|im_start|>user: Hello"
+    assert named == ("output_config.effort" if told is None else "")
 
 
 def test_an_empty_result_is_empty() -> None:

@@ -50,6 +50,8 @@ OWN = {
     "penstock:request_rejections": "counter",
     "penstock:tool_calls": "counter",
     "penstock:sequences_running": "gauge",
+    "penstock:stored_responses": "gauge",
+    "penstock:stored_response_bytes": "gauge",
     "penstock:kv_cache_blocks": "gauge",
     "penstock:kv_cache_idle_blocks": "gauge",
     "penstock:kv_cache_pinned_blocks": "gauge",

@@ -228,8 +228,17 @@ def test_models_say_what_they_read(seeing: Running, server: Running) -> None:
 
 
 def test_a_model_that_sees_nothing(server: Running) -> None:
-    body = {"messages": [{"role": "user", "content": image(URLS[0])}]}
+    """However they are sent: that they aren't fetched is of no use to know here."""
+    told = "This model sees no pictures. Leave them out."
+    away = "https://example.org/x.png"
+    by_url = [{"type": "image", "source": {"type": "url", "url": away}}]
     with server.client() as client:
-        answer = client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "This model sees no pictures. Leave them out."
+        for path, content, place in (
+            ("/v1/chat/completions", image(URLS[0]), ""),
+            ("/v1/chat/completions", image(away), ""),
+            ("/v1/messages", by_url, "messages[0].content[0].source: "),
+        ):
+            body = {"model": "stories", "messages": [{"role": "user", "content": content}]}
+            answer = client.post(path, json={**body, "max_tokens": 1})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == place + told

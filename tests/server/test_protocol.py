@@ -184,6 +184,7 @@ ENDPOINTS = {
             "echo": True,
             "request_id": "chosen",
             "reasoning_effort": "low",
+            "thinking_token_budget": 0,
             "tools": TOOLS,
             "tool_choice": ("none", {"tools": TOOLS}),
             "functions": OLDER,
@@ -197,8 +198,9 @@ ENDPOINTS = {
             "cache_salt",
             "kv_transfer_params",
             "metadata",
+            "include_reasoning",
             "parallel_tool_calls",
-        },  # the latter: tools/test_chat.py
+        },  # the latter two: tools/test_chat.py
     ),
     "completions": Endpoint(
         "/v1/completions",
@@ -248,7 +250,8 @@ ENDPOINTS = {
             "include": ["message.output_text.logprobs"],
             "truncation": ("auto", {"input": LONG}),
             "context_management": (SUMMED_UP, {"input": TURNS}),
-            "store": True,
+            "store": False,
+            "previous_response_id": "resp_x",
             "chat_template_kwargs": {"more": "X"},
             "tools": FLAT,
             "tool_choice": ("none", {"tools": FLAT}),
@@ -267,6 +270,7 @@ ENDPOINTS = {
             "model": "another",
             "input": TURNS[2:],
             "instructions": "Be brief.",
+            "previous_response_id": "resp_x",
             "chat_template_kwargs": {"more": "X"},
         },
         ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt", "kv_transfer_params"},
@@ -279,6 +283,7 @@ ENDPOINTS = {
             "model": "another",
             "input": "A cat?",
             "instructions": "Be brief.",
+            "previous_response_id": "resp_x",
             "chat_template_kwargs": {"more": "X"},
             "tools": FLAT,
             "tool_choice": ("none", {"tools": FLAT}),
@@ -370,6 +375,9 @@ WRITES_ALL = (
     "{{ bos_token }}{{ documents }}{{ more }}{{ reasoning_effort }}{{ thinking }}"
     "{% for m in messages %}<|im_start|>{{ m }}{% endfor %}"
 )
+TOLD = {
+    "documents", "chat_template_kwargs", "reasoning_effort", "thinking", "thinking_token_budget",
+}  # fmt: skip
 # Fields whose cases are refusals, and what these name.
 REFUSED = {
     "kv_transfer_params": "kv_transfer_params",
@@ -379,7 +387,7 @@ REFUSED = {
     "guided_decoding_backend": "llguidance",
     "prediction": "there are no drafts here",  # test_expected_answers: where there are some
     "prompt_logprobs": "prompt_logprobs",
-    "store": "store",
+    "previous_response_id": "Previous response with id 'resp_x' not found.",
     "tpot_slo_ms": "tpot_slo_ms",
     "temperature": "temperature",  # below 0
 }
@@ -411,8 +419,8 @@ def _settled(text: str) -> str:
     for pattern, put in (
         (r'"penstock": ?\{(?:[^{}]|\{[^{}]*\})*\}', '"penstock": 0'),
         (r'"created(_at)?": ?\d+', '"created": 0'),
-        (r"-[0-9a-f]{32}-[0-9a-f]{8}", "-id"),
-        (r"_[0-9a-f]{32}-[0-9a-f]{8}", "_id"),
+        (r"-[0-9a-f]{32}-[0-9a-f]{16}", "-id"),
+        (r"_[0-9a-f]{32}-[0-9a-f]{16}", "_id"),
         (r'"cached_tokens": ?\d+', '"cached_tokens": 0'),
     ):
         text = re.sub(pattern, put, text)
@@ -425,7 +433,7 @@ def test_a_field_changes_the_answer_or_is_refused(
 ) -> None:
     case = endpoint.cases[name]
     value, beside = case if isinstance(case, tuple) else (case, {})
-    if name in ("documents", "chat_template_kwargs", "reasoning_effort", "thinking"):
+    if name in TOLD:
         config = replace(server.service.config, chat_template=WRITES_ALL)
         monkeypatch.setattr(server.service, "config", config)
     base = {**endpoint.base, **beside}

@@ -202,7 +202,6 @@ KINDS = [
       for path in (MESSAGE, COUNT)),
     *((ANSWER, {"input": [*ASK, {"type": kind, "call_id": "a", "name": "b", "output": "c"}]},
        "input", kind) for kind in ("custom_tool_call", "web_search_call", "computer_call_output")),
-    (ANSWER, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
     (ANSWER, {"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
      "input[0].content", "refusal"),
     (ANSWER, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},

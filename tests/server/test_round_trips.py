@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,23 @@ def test_logprobs_of_a_response(server: Running) -> None:
     assert [len(x.top_logprobs) for x in top.output[0].content[0].logprobs] == [2] * 4
 
 
+def test_the_tokenizers_configuration(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What evaluations need to write prompts themselves, where it may be told."""
+    with server.client() as client:
+        refused = client.get("/tokenizer_info")
+        config = replace(server.service.config, enable_tokenizer_info_endpoint=True)
+        monkeypatch.setattr(server.service, "config", config)
+        found = client.get("/tokenizer_info").json()
+        monkeypatch.setattr(server.service, "config", replace(config, chat_template="{{ 1 }}"))
+        assert client.get("/tokenizer_info").json()["chat_template"] == "{{ 1 }}"
+    assert refused.status_code == 404
+    assert "--enable-tokenizer-info-endpoint" in refused.json()["error"]["message"]
+    tokenizer = server.service.prompts.tokenizer
+    assert found["tokenizer_class"]
+    assert tokenizer.token_to_id(found["eos_token"]) == tokenizer.eos_token_id
+    assert found["chat_template"] == tokenizer.chat_template
+
+
 def test_tokens_are_counted_also_where_they_dont_fit(server: Running) -> None:
     client = anthropic_at(server)
     many = client.messages.count_tokens(
@@ -94,6 +112,19 @@ def test_a_healed_prompt_and_what_follows_are_one_text(server: Running) -> None:
     assert both.status_code == 400
     assert "token_healing" in both.json()["error"]["message"]
     assert chat.json()["error"]["code"] == "unknown_parameter"
+
+
+def test_logprobs_of_a_completion_in_a_chats_words(server: Running) -> None:
+    body = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
+    with server.client() as client:
+        found = [
+            client.post("/v1/completions", json=body | {"logprobs": asked}).json()["choices"]
+            for asked in (True, 1, False, None)
+        ]
+    assert found[0] == found[1]
+    assert found[0][0]["logprobs"] is not None
+    assert found[2] == found[3]
+    assert found[2][0]["logprobs"] is None
 
 
 def test_a_prompts_logprobs_with_its_echo(server: Running) -> None:

@@ -45,6 +45,22 @@ def write_bpe(folder: Path, config: dict[str, Any] | None = None, **sections: An
     return folder
 
 
+def test_configuration(tmp_path: Path) -> None:
+    """Tokens as their texts, and nothing of the machine that wrote the file."""
+    token = {"content": "<s>", **FLAGS}
+    config = {
+        "tokenizer_class": "LlamaTokenizerFast", "bos_token": {"__type": "AddedToken", **token},
+        "added_tokens_decoder": {"4": token}, "model_max_length": 512,
+        "tokenizer_file": "/home/a/tokenizer.json", "name_or_path": "/home/a",
+    }  # fmt: skip
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    found = Tokenizer.from_folder(write_bpe(tmp_path, config)).configuration
+    assert found == {
+        "tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "model_max_length": 512,
+        "added_tokens_decoder": {"4": "<s>"}, "chat_template": "{{ messages }}",
+    }  # fmt: skip
+
+
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="empty or doesn't exist"):
         Tokenizer.from_folder(tmp_path / "absent")

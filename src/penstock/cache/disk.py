@@ -9,6 +9,7 @@ when they are read. What doesn't fit is dropped: nothing waits for a disk.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import heapq
 import logging
@@ -37,8 +38,10 @@ QUEUED_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sQI")  # what it is, bytes that follow, their checksum
 _MAGIC = b"penstkv1"
 _SUFFIX = ".kv"
+_BEGUN_S = 10.0
+"""After which a file that somebody began to write is given up where they don't lock it any more."""
 _ABANDONED_S = 3600.0
-"""After which a file that somebody began to write is given up."""
+"""After which it is in any case."""
 _LOOKS_S = 30.0
 """After which it is looked again what others have written."""
 _TELLS_S = 60.0
@@ -133,7 +136,7 @@ class Files:
     def _look_around(self) -> None:
         """Which blocks there are; what others began and left behind is removed."""
         found: dict[str, int] = {}
-        abandoned = time.time() - _ABANDONED_S
+        now = time.time()
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process made room meanwhile
@@ -142,7 +145,9 @@ class Files:
                         continue
                     if entry.name.endswith(_SUFFIX):
                         found[entry.name.removesuffix(_SUFFIX)] = about.st_mtime_ns
-                    elif entry.name.endswith(".tmp") and about.st_mtime < abandoned:
+                    elif entry.name.endswith(".tmp") and _is_abandoned(
+                        entry.path, now - about.st_mtime
+                    ):
                         os.unlink(entry.path)
         with self._wake:
             gone = [x for x in self._times if x not in found and x not in self._unwritten]
@@ -350,6 +355,8 @@ class Files:
 
     def _write_file(self, path: Path, data: bytes) -> None:
         with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as out:
+            with contextlib.suppress(OSError):  # where there are no locks, nobody goes by them
+                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
             out.write(_HEAD.pack(_MAGIC, len(data), zlib.crc32(data)))
             out.write(data)
 
@@ -364,6 +371,20 @@ class Files:
                     continue
                 del self._times[oldest]
             self._file(oldest).unlink(missing_ok=True)
+
+
+def _is_abandoned(path: str, age_s: float) -> bool:
+    """Whether whoever began to write a file is gone. A process's number wouldn't tell: folders are
+    shared among containers and machines.
+    """
+    if not _BEGUN_S <= age_s <= _ABANDONED_S:
+        return age_s > _ABANDONED_S
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is being written, or there are no locks here
+        return False
+    return True
 
 
 def digest_of(parent: str, tokens: Sequence[int]) -> str:

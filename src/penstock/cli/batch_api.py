@@ -47,6 +47,7 @@ class BatchApi:
             max_body_bytes=unbounded,
             log_requests=False,
             page=False,
+            response_store_mib=0,  # no line goes on from another
         )
         self._names = tuple(names)
         self._max_tokens = max_tokens

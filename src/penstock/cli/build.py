@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.device_options import Mmproj, NoMmproj, through
 from penstock.cli.options import Dtype, KvCacheDtype, MaxModelLen, Model, Quantization
 from penstock.cli.progress import progress_line
 
@@ -55,6 +56,8 @@ def build(
         str, typer.Option(help="What it runs on: cpu or cuda, which needn't be here.")
     ] = "cpu",
     forward: Forward = "program",
+    mmproj: Mmproj = None,
+    no_mmproj: NoMmproj = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     no_timing_cache: Annotated[
         bool,
@@ -82,6 +85,7 @@ def build(
         forward=forward,
         force=force,
         timing_cache=not no_timing_cache,
+        **through(mmproj, no_mmproj),
     )
     with progress_line() as show:
         report = run(options, lambda phase, done, total: show(_WORDS[phase], done, total))

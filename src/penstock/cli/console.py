@@ -57,9 +57,11 @@ def is_terminal(stream: object = None) -> bool:
 
 
 class _Lines(logging.Handler):
-    """Shows log records as warnings and notes."""
+    """Shows log records as warnings and notes, but what a command tells of by itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "told", False) and not debugging():
+            return
         show = warning if record.levelno >= logging.WARNING else note
         show(record.getMessage())
 

@@ -129,6 +129,32 @@ MmProcessor = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+Mmproj = Annotated[
+    str | None,
+    typer.Option(
+        "--mmproj",
+        "-mm",
+        metavar="FILE",
+        help="The projector that a .gguf model sees pictures through (mmproj-*.gguf). Default: the "
+        "only mmproj*.gguf in the model's folder.",
+        rich_help_panel=_PANEL,
+    ),
+]
+NoMmproj = Annotated[
+    bool,
+    typer.Option(
+        "--no-mmproj",
+        help="None, whatever lies in the model's folder.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def through(mmproj: str | None, no_mmproj: bool) -> dict[str, Any]:
+    """What a model sees through, as arguments of the engine. Raises ConfigError for both."""
+    if no_mmproj and mmproj is not None:
+        raise ConfigError("--mmproj names a projector, and --no-mmproj asks for none. Leave one.")
+    return {"mmproj": False} if no_mmproj else given(mmproj=mmproj)
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def _model(path: Path) -> Examined:
     if reduced is not None:
         vocabulary = f"{decoder.vocab_size:,} of {reduced.original_size:,} tokens (reduced)"
     facts = {
-        "Architecture": f"{spec.family}, {len(decoder.layers)} layers of {decoder.hidden}, up to "
+        "Architecture": f"{spec.family}, {decoder.depth} layers of {decoder.hidden}, up to "
         f"{decoder.max_position:,} tokens",
         "Vocabulary": vocabulary,
         "Computes in": f"{_name(dtype)}, weights as {formats.name}",

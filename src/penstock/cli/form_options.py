@@ -19,12 +19,15 @@ from penstock.cli.device_options import (
     EnforceEager,
     LoadFormat,
     MmProcessor,
+    Mmproj,
+    NoMmproj,
     Nvtx,
     PipelineParallelSize,
     Placed,
     StageAddresses,
     TensorParallelSize,
     how_to_cut,
+    through,
 )
 from penstock.cli.disk_options import PrefixCacheDir, PrefixCacheDiskSpace, on_disk
 from penstock.cli.lora_options import Lora, one_adapter, single
@@ -111,6 +114,8 @@ class Loaded:
     enable_expert_parallel: EnableExpertParallel = False
     lora: Lora = None
     mm_processor_kwargs: MmProcessor = None
+    mmproj: Mmproj = None
+    no_mmproj: NoMmproj = False
     prefix_cache_dir: PrefixCacheDir = None
     prefix_cache_disk_space: PrefixCacheDiskSpace = None
     max_attention_window: MaxAttentionWindow = None
@@ -142,6 +147,7 @@ class Loaded:
             self.stage_addresses,
             self.enable_expert_parallel,
         ).chosen()
+        options |= through(self.mmproj, self.no_mmproj)
         options |= on_disk(self.prefix_cache_dir, self.prefix_cache_disk_space)
         options |= reaching(self.max_attention_window, self.sink_token_length)
         return EngineConfig.of(model=model, **options, **one_adapter(single(self.lora)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from penstock.cli import console
 from penstock.cli.progress import progress_line
 
 if TYPE_CHECKING:
@@ -29,12 +31,31 @@ def load(config: EngineConfig) -> Runtime:
     """Everything an engine runs on."""
     from penstock.runtime import load_runtime
 
+    config = _settled(config)
     words = f"loading {config.model.model}"
     with progress_line() as show:
         show(words, 0, 0)
         runtime = load_runtime(config, lambda done, total: show(words, done, total))
     settle_heap()
     return runtime
+
+
+def _settled(config: EngineConfig) -> EngineConfig:
+    """With the projector that lies beside a model in GGUF, which is told."""
+    from penstock.models.gguf.container import is_gguf
+    from penstock.models.hub import resolve
+    from penstock.runtime.projector import projector_of, with_projector
+
+    if config.model.mmproj is not None or not Path(config.model.model).expanduser().exists():
+        return config
+    folder = resolve(config.model.model, config.model.revision)
+    if not is_gguf(folder):
+        return config
+    config = with_projector(folder, config)
+    found = projector_of(config.model)
+    if found is not None:
+        console.note(f"pictures are read by {found.name}, found beside it (--no-mmproj: not)")
+    return config
 
 
 def settle_heap() -> None:

@@ -14,7 +14,7 @@ import typer
 
 from penstock.cli.outputs import checked
 from penstock.config import DEFAULT_CHAT_MODEL, DEFAULT_MODEL
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidSamplingError
 
 if TYPE_CHECKING:
     from penstock.sampling import SamplingParams
@@ -247,7 +247,22 @@ def together(*groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling(**chosen: Any) -> SamplingParams:
-    """Sampling parameters from what was given; the rest has SamplingParams' defaults."""
+    """Sampling parameters from what was given; the rest has SamplingParams' defaults. Raises
+    InvalidSamplingError with ways out that a command line has.
+    """
     from penstock.sampling import SamplingParams
 
-    return SamplingParams.from_kwargs(**given(**chosen))
+    try:
+        return SamplingParams.from_kwargs(**given(**chosen))
+    except InvalidSamplingError as error:
+        said = str(error)
+        for before, now in _WAYS_OUT.items():
+            said = said.replace(before, now)
+        raise InvalidSamplingError(said) from error
+
+
+_WAYS_OUT = {
+    "Use None for as many as the context holds.": "One beyond the context is as many as fit.",
+    "Use None, or -1,": "Leave it out, or give -1,",
+}
+"""What Python's callers may do → what stands for it here."""

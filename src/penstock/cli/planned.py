@@ -192,7 +192,7 @@ def show(model: str, planned: Planned) -> None:
     rows = [
         (
             "Model",
-            f"{model}: {described.spec.family}, {len(decoder.layers)} layers of {decoder.hidden}, "
+            f"{model}: {described.spec.family}, {decoder.depth} layers of {decoder.hidden}, "
             f"{described.formats.name}" + ("" if described.source else ", without its weights"),
         ),
         *_memory(planned),

@@ -18,7 +18,15 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import console
-from penstock.cli.device_options import PLACED, MmProcessor, Placed, how_to_cut
+from penstock.cli.device_options import (
+    PLACED,
+    MmProcessor,
+    Mmproj,
+    NoMmproj,
+    Placed,
+    how_to_cut,
+    through,
+)
 from penstock.cli.loading import settle_heap
 from penstock.cli.options import (
     KvCacheDtype,
@@ -61,6 +69,8 @@ def run(
     kv_cache_dtype: KvCacheDtype = "auto",
     speculative_config: SpeculativeConfig = None,
     mm_processor_kwargs: MmProcessor = None,
+    mmproj: Mmproj = None,
+    no_mmproj: NoMmproj = False,
     max_attention_window: MaxAttentionWindow = None,
     sink_token_length: SinkTokenLength = None,
     placed: Placed = PLACED,
@@ -98,6 +108,7 @@ def run(
         ),
         **placed.chosen(),
         **given(mm_processor_kwargs=how_to_cut(mm_processor_kwargs)),
+        **through(mmproj, no_mmproj),
         **reaching(max_attention_window, sink_token_length),
         kv_cache_dtype=kv_cache_dtype,
         verify=verify,

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from penstock.cli.device_options import PLACED, MmProcessor, Placed, how_to_cut
+from penstock.cli.device_options import (
+    PLACED,
+    MmProcessor,
+    Mmproj,
+    NoMmproj,
+    Placed,
+    how_to_cut,
+    through,
+)
 from penstock.cli.disk_options import PrefixCacheDir, PrefixCacheDiskSpace, on_disk
 from penstock.cli.loading import settle_heap
 from penstock.cli.lora_options import ADAPTERS, ServedAdapters
@@ -53,6 +61,8 @@ _OPTIONS = NAMES | {
     "served_model_names": "--served-model-name",
     "truncation_retention": "--truncation-retention",
     "compaction_threshold": "--compaction-threshold",
+    "response_store_mib": "--response-store-mib",
+    "response_store_hours": "--response-store-hours",
     "max_stop_strings": "--max-stop-strings",
     "stall_timeout_s": "--stall-timeout",
     "starvation_s": "--starvation-time",
@@ -111,6 +121,17 @@ def serve(
             panel=_SERVER,
         ),
     ] = None,
+    response_store_mib: Annotated[
+        float,
+        option(
+            help="MiB for responses that are kept, so that requests can go on from them; 0: none "
+            "are.",
+            panel=_SERVER,
+        ),
+    ] = 64.0,
+    response_store_hours: Annotated[
+        float, option(help="Hours until one that nobody uses is forgotten.", panel=_SERVER)
+    ] = 24.0,
     tool_call_parser: Annotated[
         str,
         option(
@@ -139,6 +160,14 @@ def serve(
         option(
             "--trust-request-chat-template",
             help="Take a chat template from a request.",
+            panel=_SECURITY,
+        ),
+    ] = False,
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        option(
+            "--enable-tokenizer-info-endpoint",
+            help="GET /tokenizer_info tells the tokenizer's configuration and the chat template.",
             panel=_SECURITY,
         ),
     ] = False,
@@ -226,6 +255,8 @@ def serve(
     placed: Placed = PLACED,
     speculative_config: SpeculativeConfig = None,
     mm_processor_kwargs: MmProcessor = None,
+    mmproj: Mmproj = None,
+    no_mmproj: NoMmproj = False,
     prefix_cache_dir: PrefixCacheDir = None,
     prefix_cache_disk_space: PrefixCacheDiskSpace = None,
     max_attention_window: MaxAttentionWindow = None,
@@ -262,7 +293,10 @@ def serve(
         truncation="auto" if truncation == "auto" else "disabled",
         truncation_retention=truncation_retention,
         compaction_threshold=compaction_threshold,
+        response_store_mib=response_store_mib,
+        response_store_hours=response_store_hours,
         trust_request_chat_template=trust_request_chat_template,
+        enable_tokenizer_info_endpoint=enable_tokenizer_info_endpoint,
         log_prompts=log_prompts,
         chat_template=None if chat_template is None else _read(chat_template),
         tool_call_parser=tool_call_parser,
@@ -285,6 +319,7 @@ def serve(
         **adapters.chosen(modules),
         **on_disk(prefix_cache_dir, prefix_cache_disk_space),
         **reaching(max_attention_window, sink_token_length),
+        **through(mmproj, no_mmproj),
         **given(
             ttft_slo_s=None if ttft_slo_ms is None else ttft_slo_ms / 1000,
             tpot_slo_s=None if tpot_slo_ms is None else tpot_slo_ms / 1000,

@@ -69,6 +69,8 @@ class ModelConfig:
     seed: int = 0
     mm_processor_kwargs: Mapping[str, Any] | None = field(default=None, hash=False)
     """How pictures are cut, in place of what the model's processor says of these keys."""
+    mmproj: str | Path | bool | None = None
+    """The projector that a GGUF file sees through; None: what lies beside it, False: none."""
 
     def __post_init__(self) -> None:
         positive(self, "max_model_len")
@@ -90,6 +92,12 @@ class ModelConfig:
                 'mm_processor_kwargs must be an object such as {"max_pixels": 401408}, not '
                 f"{type(cut).__name__}."
             )
+        if self.mmproj is True or not isinstance(self.mmproj, str | Path | bool | None):
+            raise ConfigError(
+                f"mmproj must be a projector's file in GGUF, or False, not {self.mmproj!r:.80}."
+            )
+        if self.mmproj == "":
+            raise ConfigError("mmproj is empty: name a projector's file in GGUF, or leave it out.")
         self._check_device()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed must be an integer of at least 0, not {self.seed!r}.")

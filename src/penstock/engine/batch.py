@@ -16,7 +16,15 @@ from penstock.engine.plan import Part
 from penstock.engine.request import Sequence, Status
 from penstock.engine.states import States
 from penstock.roofline import StepSize
-from penstock.step import AdaptedStatefulStep, AdaptedStep, ForkedStep, StatefulStep, Step
+from penstock.step import (
+    AdaptedStatefulStep,
+    AdaptedStep,
+    ForkedStep,
+    Runs,
+    SeeingStep,
+    StatefulStep,
+    Step,
+)
 
 if TYPE_CHECKING:
     from penstock.engine.beams import Beams
@@ -218,11 +226,16 @@ class Batcher:
         logit_rows: list[int] = []
         prompt_rows: list[tuple[Sequence, int, int]] = []
         seen: list[tuple[Seen, int, int, int]] = []
+        runs: list[tuple[int, int, int, int]] = []  # way, first row, rows, where it ends
         for sequence, count in parts:
             at, first = layout.starts[-1], sequence.num_computed
             pictures = sequence.request.seen
             if pictures is not None and first < sequence.num_prompt:
                 seen.append((pictures, at, first, first + count))
+                runs += (
+                    (len(layout.rows), at + begin - first, end - begin, end)
+                    for begin, end in pictures.runs_in(first, first + count)
+                )
             guesses = layout.take(sequence, count)
             ends = sequence.num_computed + count == len(sequence.tokens) + guesses
             if not sequence.num_output and sequence.request.reads_prompt:
@@ -242,6 +255,8 @@ class Batcher:
         if self._spare:
             positions = self._turned_apart(parts, layout)
         step = self._step(layout, positions, wanted, adapters, parts)
+        if runs:
+            step = _seeing(step, runs)
         counted = StepSize(
             [count for _, count in parts],
             layout.lengths,
@@ -312,6 +327,30 @@ class Batcher:
             ]
         at, beyond = np.divmod(np.array(positions, dtype=np.int32), np.int32(size))
         return blocks[np.repeat(np.arange(len(blocks)), np.diff(starts)), at] * size + beyond
+
+
+def _seeing(step: Step, runs: list[tuple[int, int, int, int]]) -> SeeingStep:
+    """The step with runs: of each its sequence, first row and rows, and where it ends there."""
+    ways, firsts, counts, ends = zip(*runs, strict=True)
+    rows = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+    found = Runs(
+        torch.tensor([row for some in rows for row in some], dtype=torch.int64),
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+        torch.tensor(ends, dtype=torch.int32),
+        step.block_table[torch.tensor(ways)],
+    )
+    return SeeingStep(
+        step.tokens,
+        step.positions,
+        step.slots,
+        step.query_start,
+        step.context_len,
+        step.block_table,
+        step.sample_at,
+        found,
+        step.copies,
+        step.adapters,
+    )
 
 
 def _adapters_of(parts: list[Part]) -> list[int] | None:

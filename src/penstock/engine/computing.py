@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.cache import any_part
 from penstock.config import EngineConfig
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
@@ -91,7 +92,7 @@ class Computing:
         graphs = runner.graphs
         if graphs is not None and graphs.on_gpu:
             graphs.enter()  # a thread's GPU may be another one
-            warm_up(sampler.vocab_size, runner.kv[0][0].device)
+            warm_up(sampler.vocab_size, any_part(runner.kv).device)
         self._next: _InFlight | None = None
         self.overlapped = 0  # steps that were begun so
 
@@ -134,6 +135,7 @@ class Computing:
     def _only_largest(self, batch: Batch, rows: Seq[SequenceSampling]) -> bool:
         """Whether each row's largest logit is all that this step's logits are wanted for."""
         drawn_alone = not batch.prompt_rows and not batch.searches and batch.drawn_at is None
+        drawn_alone = drawn_alone and batch.step.runs is None  # a native call finds the largest
         return drawn_alone and self._runner.finds_largest and self.sampler.takes_largest(rows)
 
     def land(self, marks: list[float]) -> tuple[list[Part], Batch, Sampled] | None:

@@ -61,7 +61,8 @@ class Ending:
         request = request.guides or request
         adapter = None if request.adapter is None else request.adapter.name
         error = self._intake.explained(error, adapter)
-        logger.warning("Request %s failed: %s", request.request_id, error)
+        # its output has the error too, by which a command tells of it
+        logger.warning("Request %s failed: %s", request.request_id, error, extra={"told": True})
         request.error = error
         self.end(request, "error")
         return request

@@ -250,7 +250,8 @@ class Intake:
                 raise InvalidPromptError("This model sees no pictures. Leave them out.")
             return None
         sight = self._sight
-        return Seen.of(tokens, options.pictures, sight.pictures.token_id, sight.spare > 0)
+        token_id, turns = sight.pictures.token_id, sight.spare > 0
+        return Seen.of(tokens, options.pictures, token_id, turns, sight.together > 0)
 
     def sequence(
         self,

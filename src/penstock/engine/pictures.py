@@ -71,13 +71,20 @@ class Seen:
     ends: list[int]  # rows up to the end of each picture
     keys: list[int]  # the prompt's tokens, with a picture's key where it stands
     turning: Turning | None  # of a model whose tokens turn by rows and columns
+    runs: tuple[tuple[int, int], ...] = ()  # [first, end) of tokens that see each other both ways
 
     @classmethod
     def of(
-        cls, prompt: list[int], pictures: Sequence[Picture], token_id: int, turns: bool
+        cls,
+        prompt: list[int],
+        pictures: Sequence[Picture],
+        token_id: int,
+        turns: bool,
+        both_ways: bool = False,
     ) -> Seen | None:
         """None where there are no pictures. Raises InvalidPromptError where the prompt has more
-        places than they have rows, or fewer.
+        places than they have rows, or fewer, or a picture's don't come one after another where they
+        see each other both ways.
         """
         tokens = np.array(prompt, dtype=np.int64)
         places = np.flatnonzero(tokens == token_id)
@@ -96,7 +103,19 @@ class Seen:
             tokens[places[begin:end]] = picture.key
             begin = end
         turning = Turning.of(len(prompt), pictures, places) if turns else None
-        return cls(tuple(pictures), places, ends, tokens.tolist(), turning)
+        runs = _runs_of(pictures, places, len(prompt)) if both_ways else ()
+        return cls(tuple(pictures), places, ends, tokens.tolist(), turning, runs)
+
+    def whole(self, first: int, count: int) -> int:
+        """As many of `count` tokens from `first` on as don't end inside a run."""
+        for begin, end in self.runs:
+            if begin < first + count < end:
+                return max(begin - first, 0)
+        return count
+
+    def runs_in(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Those of which some tokens are among [first, end), as far as they are."""
+        return [(max(a, first), b) for a, b in self.runs if b > first and a < end]
 
     def keyed(self, tokens: list[int]) -> list[int]:
         """A sequence's tokens, told apart by what is seen, too."""
@@ -115,6 +134,22 @@ class Seen:
                 some = rows[here - begin : there - begin]
                 sight.place(at[here - low : there - low], some, turns)
             begin = stop
+
+
+def _runs_of(
+    pictures: Sequence[Picture], places: NDArray[np.int64], length: int
+) -> tuple[tuple[int, int], ...]:
+    """The tokens of each tile, in a prompt of `length`."""
+    counts = [p.tokens // len(p.tiles) for p in pictures for _ in p.tiles]
+    ends = np.cumsum(counts)
+    firsts, lasts = places[ends - counts], places[ends - 1]
+    if (lasts - firsts != np.array(counts) - 1).any() or lasts[-1] == length - 1:
+        raise InvalidPromptError(
+            "The tokens of a picture, which see each other both ways in this model, must come one "
+            "after another, and the prompt's last token after them. Give one placeholder for each "
+            "picture."
+        )
+    return tuple(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
 
 
 def check_pictures(pictures: object) -> None:

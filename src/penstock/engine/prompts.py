@@ -131,7 +131,10 @@ def _expanded(
     tokens: Any, found: Sequence[Picture], pictures: Pictures, tokenizer: Tokenizer | None
 ) -> Any:
     """Token ids with what stands for each picture, where one id does; else as they are."""
-    if not isinstance(tokens, list | tuple) or tokens.count(pictures.token_id) != len(found):
+    written, of_rows = pictures.written_id, pictures.token_id
+    if not isinstance(tokens, list | tuple) or tokens.count(written) != len(found):
+        return tokens
+    if written != of_rows and of_rows in tokens:
         return tokens
     if tokenizer is None:
         raise TokenizerError(
@@ -141,7 +144,7 @@ def _expanded(
     ids: list[int] = []
     left = iter(found)
     for token in tokens:
-        if token == pictures.token_id:
+        if token == written:
             ids += tokenizer.encode(next(left).text, add_special_tokens=False)
         else:
             ids.append(token)

@@ -184,14 +184,17 @@ class Scheduler:
         return decoding + sorted(filling, key=self.waiting.rank)
 
     def _share(self, sequence: Sequence, plan: Plan, budget: int) -> int:
-        """How many of its tokens fit the budget: all or none of a prompt without chunks."""
+        """How many of its tokens fit the budget: all or none of a prompt without chunks, and of
+        tokens that see each other both ways.
+        """
         remaining = sequence.remaining
         if self.config.enable_chunked_prefill and sequence.reads_logits:
             budget = min(budget, max(PROMPT_LOGITS - plan.num_read, 0))
         if remaining <= budget:
             return remaining
         if self.config.enable_chunked_prefill or sequence.num_output:
-            return budget
+            seen = sequence.request.seen
+            return budget if seen is None else seen.whole(sequence.num_computed, budget)
         return 0
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.server.body import read_json
 from penstock.server.errors import ApiError
 from penstock.server.keys import Limits
+from penstock.server.protocol.items import REFERENCE
 from penstock.server.sse import dumps
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions")
@@ -88,6 +89,22 @@ class Ask:
         return found
 
     @property
+    def previous(self) -> str | None:
+        """The id of the response that it goes on from. Others are for instances to refuse."""
+        found = self.data.get("previous_response_id")
+        return found if isinstance(found, str) and found else None
+
+    @property
+    def references(self) -> list[tuple[int, str]]:
+        """(where it stands in the input, the id) of each item that stands for one of before."""
+        items = self.data.get("input")
+        if not isinstance(items, list):
+            return []
+        found = ((i, x) for i, x in enumerate(items) if isinstance(x, dict))
+        ids = ((i, x.get("id")) for i, x in found if x.get("type") == REFERENCE)
+        return [(i, name) for i, name in ids if isinstance(name, str)]
+
+    @property
     def streams(self) -> bool:
         """Whether its answer comes in events."""
         return self.data.get("stream") is True
@@ -142,12 +159,16 @@ class Ask:
             data.get("echo") and data.get("logprobs")
         )
         cut = data.get("truncation") not in (None, "disabled") or data.get("context_management")
-        return self.path in LIMITS and data.get("kv_transfer_params") is None and not (read or cut)
+        kept = self.previous is not None or self.references  # by one instance alone
+        takes = self.path in LIMITS and data.get("kv_transfer_params") is None
+        return takes and not (read or cut or kept)
 
     def prefill(self) -> Ask:
         """The same for the one that computes the prompt: a token, and no more."""
         data = {k: v for k, v in self.data.items() if k not in _OF_ANSWERS}
         data |= {LIMITS[self.path]: 1, "kv_transfer_params": {"do_remote_decode": True}}
+        if self.path == "/v1/responses":
+            data["store"] = False
         made = Ask(self.path, data, dumps(data).encode(), self.headers)
         made.chunks = self.chunks
         return made

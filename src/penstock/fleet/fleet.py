@@ -17,6 +17,7 @@ from penstock.fleet.config import DISK_DIR, DISK_SPACE, FleetConfig, ModelConfig
 from penstock.fleet.ensemble import Ensemble
 from penstock.fleet.folders import OwnFolder, temporary
 from penstock.fleet.group import Group
+from penstock.fleet.kept import Kept
 from penstock.fleet.metrics import FleetMetrics
 from penstock.fleet.transfer import ExchangeFolder
 from penstock.server.errors import ApiError
@@ -51,6 +52,7 @@ class Fleet:
         self.groups: dict[str, Group] = {}
         self.ensembles: dict[str, Ensemble] = {one.name: one for one in config.ensembles}
         self.metrics = FleetMetrics(self)
+        self.kept = Kept()  # by instances
         self._folder: OwnFolder | None = None
         self._exchange: ExchangeFolder | None = None
         self._cluster: Cluster | None = None

@@ -223,6 +223,32 @@ class Group:
             self.waiting -= ask.sequences
             self.queued -= ask.prompts
 
+    def lease_at(self, name: str, ask: Ask) -> Lease:
+        """A place at the instance of this name, which keeps what the request goes on from.
+
+        Raises ApiError 503 where it takes no requests now, 400 where it has ended.
+        """
+        self.used = time.monotonic()
+        worker = self.keeper(name)
+        if worker is None:
+            raise ApiError(
+                400,
+                f"What the request goes on from was kept by {name}, which has ended, and with it "
+                "what it kept. Send the items of the conversation instead.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return Lease(self.chooser.choose([worker], ask), ask.sequences)
+
+    def keeper(self, name: str) -> Worker | None:
+        """The instance of this name; None: it has ended. Raises ApiError 503 for one not ready."""
+        found = next((x for x in self._tasks if x.name == name), None)
+        if found is not None and found.state == "unready":
+            raise ApiError(
+                503, f"{name} isn't ready. {found.reason}", code="model_not_ready", retry_after_s=5
+            )
+        return found if found is not None and found.state == "ready" else None
+
     async def _ask_for_one(self) -> None:
         """See to it that one comes. Raises ApiError 503 where none can."""
         if self.alive:

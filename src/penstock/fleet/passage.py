@@ -16,7 +16,8 @@ from penstock.fleet.ask import SAMPLED, Ask
 from penstock.fleet.continuing import Continuation, Events, Sent, engine_died
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.group import Group, Lease
-from penstock.fleet.link import Exchange
+from penstock.fleet.kept import HEADER, Place
+from penstock.fleet.link import Exchange, Headers
 from penstock.fleet.worker import Worker
 from penstock.http1 import ExchangeError
 from penstock.server.answers import broken
@@ -30,15 +31,22 @@ _DYING = frozenset(("server_loading", "server_draining", "server_failed", "engin
 """Codes of a 503 by which an instance says that it isn't there for anybody."""
 _HANDED_ON = ("content-type", "retry-after", "www-authenticate")
 _KNOWN = 0.75  # of a prompt, from which the instance that was sent it computes the rest itself
+_BRIEF_S = 35.0  # for what takes no step
 _OURS = "x-penstock-"  # headers that begin so are handed on too
 
 
 class Passage:
     """A request that was let in. `close` gives back all that it holds."""
 
-    def __init__(self, fleet: Fleet, group: Group, ask: Ask, key: Key) -> None:
-        """Raises ApiError 429, and 400 for more than the key may ever have."""
+    def __init__(
+        self, fleet: Fleet, group: Group, ask: Ask, key: Key, at: str | None = None
+    ) -> None:
+        """at: the only instance that can answer it, where there is one.
+
+        Raises ApiError 429, and 400 for more than the key may ever have.
+        """
         self.group = group
+        self._key, self._at = key, at
         self.ask = ask
         self.worker = ""  # that answers
         self.headers: dict[str, str] = {}  # for the answer
@@ -97,6 +105,9 @@ class Passage:
                     exchange = await self.begin()
                     kind = exchange.headers.get("content-type", "")
                     self.headers |= _ours(exchange)
+                    if (kept := exchange.headers.get(HEADER)) is not None:
+                        place = Place(self._key.name, self.group.name, self.worker)
+                        self._fleet.kept.put(kept, place)
                     if kind.startswith(EventStream.media_type):
                         return EventStream(self._events(exchange), self._explain)
                     try:
@@ -143,7 +154,10 @@ class Passage:
         while True:
             self._let_go()
             self.attempts += 1
-            lease = self._lease = await self.group.lease(self.ask, self._tried)
+            if self._at is None:
+                lease = self._lease = await self.group.lease(self.ask, self._tried)
+            else:
+                lease = self._lease = self.group.lease_at(self._at, self.ask)
             self.worker = self.headers["X-Penstock-Worker"] = lease.worker.name
             try:
                 exchange = await lease.worker.link.request(
@@ -254,6 +268,22 @@ class Passage:
     def _explain(self, error: Exception) -> bytes:
         """The last event of an answer that can't be gone on with."""
         return last_event(self.ask.path, broken(error))
+
+
+async def passed_on(worker: Worker, method: str, target: str, headers: Headers) -> Response:
+    """A worker's answer to what is no request to its model. Raises ApiError 502."""
+    try:
+        async with asyncio.timeout(_BRIEF_S):
+            exchange = await worker.link.request(method, target, headers, b"")
+            try:
+                body = await exchange.whole()
+            finally:
+                exchange.close()
+    except (ExchangeError, TimeoutError) as failure:
+        said = str(failure) or f"{worker.name} said nothing within {_BRIEF_S:g} s."
+        raise ApiError(502, said, code="worker_lost") from failure
+    told = _handed_on(exchange) | _ours(exchange) | {"x-penstock-worker": worker.name}
+    return Response(body, exchange.status, headers=told)
 
 
 async def watch(worker: Worker, ends: Callable[[], bool]) -> tuple[Exchange, Response]:

@@ -16,12 +16,13 @@ from penstock import __version__
 from penstock.fleet.ask import Ask
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.group import Group
-from penstock.fleet.passage import Passage, watch
+from penstock.fleet.passage import Passage, passed_on, watch
 from penstock.fleet.stages import answer_in_stages
 from penstock.http1 import ExchangeError
 from penstock.server.body import JsonRoute
 from penstock.server.errors import ApiError
 from penstock.server.protocol.common import Body
+from penstock.server.protocol.earlier import no_response
 from penstock.server.sse import unless_gone
 
 RESET_S = 35.0  # an instance answers between two steps
@@ -38,6 +39,7 @@ HANDED_ON = (
     "/tokenize",
     "/detokenize",
 )
+_RESPONSES = "/v1/responses"
 _KEPT_BACK = frozenset(
     ("accept-encoding", "authorization", "connection", "content-length", "cookie", "expect", "host",
      "keep-alive", "origin", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade",
@@ -52,21 +54,28 @@ def fleet_of(request: Request) -> Fleet:
     return fleet
 
 
+def _headers(request: Request) -> list[tuple[str, str]]:
+    """Those that an instance is to know."""
+    headers = [(k, v) for k, v in request.headers.items() if k not in _KEPT_BACK]
+    return [*headers, ("x-request-id", request.state.request_id)]
+
+
 async def hand_on(request: Request) -> Response:
     """A request to a model."""
-    fleet = fleet_of(request)
-    headers = [(k, v) for k, v in request.headers.items() if k not in _KEPT_BACK]
-    headers.append(("x-request-id", request.state.request_id))
-    ask = Ask.of(request.scope["path"], await request.body(), headers)
+    fleet, key = fleet_of(request), request.state.key
+    ask = Ask.of(request.scope["path"], await request.body(), _headers(request))
     name = ask.model
     ensemble = fleet.ensembles.get(name) if name is not None else None
     if ensemble is not None:
         return await answer_in_stages(request, fleet, ensemble, ask)
     group = fleet.group(name)
-    ask.wish(request.state.key.limits, group.config.policy)
+    at = None
+    if ask.path.startswith(_RESPONSES):
+        at = fleet.kept.worker_for(ask, group.name, key.name)
+    ask.wish(key.limits, group.config.policy)
     if ask.streams:
         ask.settle_seed()
-    passage = Passage(fleet, group, ask, request.state.key)
+    passage = Passage(fleet, group, ask, key, at)
     request.state.ticket = passage
     answer = await unless_gone(request.receive, passage.answer())
     request.state.answer_headers = passage.headers
@@ -75,6 +84,28 @@ async def hand_on(request: Request) -> Response:
 
 for path in HANDED_ON:
     router.add_api_route(path, hand_on, methods=["POST"], response_model=None)
+
+
+async def of_kept(response_id: str, request: Request) -> Response:
+    """What is asked of a response by its id: of the instance that keeps it."""
+    fleet, key = fleet_of(request), request.state.key
+    place = fleet.kept.get(response_id, key.name)
+    group = None if place is None else fleet.groups.get(place.model)
+    worker = None if place is None or group is None else group.keeper(place.worker)
+    if worker is None:
+        raise no_response(response_id)
+    query = request.scope["query_string"].decode("latin-1")
+    target = request.scope["path"] + (f"?{query}" if query else "")
+    answer = await passed_on(worker, request.method, target, _headers(request))
+    if request.method == "DELETE" and answer.status_code == 200:
+        fleet.kept.forget(response_id)
+    return answer
+
+
+_KEPT = f"{_RESPONSES}/{{response_id}}"
+router.add_api_route(_KEPT, of_kept, methods=["GET"], response_model=None)
+router.add_api_route(_KEPT, of_kept, methods=["DELETE"], response_model=None)
+router.add_api_route(f"{_KEPT}/input_items", of_kept, methods=["GET"], response_model=None)
 
 
 class ModelName(Body):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from penstock.models.common import DENSE_RULES, attention, decoder, head_dim, model_spec
+from penstock.models.common import (
+    DENSE_RULES,
+    UNGATED_RULES,
+    attention,
+    decoder,
+    head_dim,
+    model_spec,
+)
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import register
 from penstock.models.rope import rope
-from penstock.models.spec import ModelSpec, Rename, Rule
+from penstock.models.spec import ModelSpec
 from penstock.nn.spec import LayerSpec, MlpSpec
-
-_UP: tuple[Rule, ...] = (Rename("model.layers.{i}.mlp.up_proj.{p}", "layers.{i}.mlp.up.{p}"),)
 
 
 @register("ArceeForCausalLM")
@@ -26,4 +31,4 @@ def read_config(c: ConfigReader) -> ModelSpec:
         bias=c.flag("mlp_bias", False),
     )
     layers = (LayerSpec(heads, mlp),) * c.integer("num_hidden_layers")
-    return model_spec(c, "arcee", decoder(c, layers, eps=1e-5), (*_UP, *DENSE_RULES))
+    return model_spec(c, "arcee", decoder(c, layers, eps=1e-5), (*UNGATED_RULES, *DENSE_RULES))

@@ -23,7 +23,7 @@ from penstock.models.spec import ModelSpec, Rename, Rule, Stack
 from penstock.nn.spec import LayerSpec
 
 _AT = "model.layers.{i}"
-_RULES: tuple[Rule, ...] = (
+BLOCK_RULES: tuple[Rule, ...] = (
     Rename("model.final_layernorm.weight", "norm.weight"),
     Rename(f"{_AT}.pre_ff_layernorm.weight", "layers.{i}.mlp_norm.weight"),
     Stack(
@@ -34,6 +34,7 @@ _RULES: tuple[Rule, ...] = (
     *MAMBA_RULES,
     *DENSE_RULES,
 )
+"""Names of all of its tensors."""
 
 
 @register("BambaForCausalLM")
@@ -55,4 +56,4 @@ def read_config(c: ConfigReader) -> ModelSpec:
         )
     kinds = some_attend([attends if i in at else remembers for i in range(count)])
     layers = [LayerSpec(kind, gated_mlp(c)) for kind in kinds]
-    return model_spec(c, "bamba", decoder(c, layers, eps=1e-5), _RULES)
+    return model_spec(c, "bamba", decoder(c, layers, eps=1e-5), BLOCK_RULES)

@@ -22,14 +22,14 @@ from penstock.models.common import (
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import register
 from penstock.models.rope import rope
-from penstock.models.spec import ModelSpec
-from penstock.nn.spec import AttentionSpec, LayerSpec, NormSpec
+from penstock.models.spec import ModelSpec, Rule
+from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec, NormSpec
 
 
 @register("CohereForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Command-R without norms of queries and keys, which Command-R+ has."""
-    base = _attention(c, 500_000.0)
+    base = cohere_heads(c, 500_000.0)
     return _model(c, "cohere", (base,) * c.integer("num_hidden_layers"))
 
 
@@ -46,7 +46,7 @@ def read_second_config(c: ConfigReader) -> ModelSpec:
         ("order_of_interleaved_layers", "local_attn_first"),
     ):
         c.only(key, (built,), built)
-    base = _attention(c, 10_000.0)
+    base = cohere_heads(c, 10_000.0)
     every = c.integer("sliding_window_pattern", 4)
     c.only("layer_switch", (every,), every)
     windows = layer_windows(
@@ -57,7 +57,8 @@ def read_second_config(c: ConfigReader) -> ModelSpec:
     )
 
 
-def _attention(c: ConfigReader, theta: float) -> AttentionSpec:
+def cohere_heads(c: ConfigReader, theta: float) -> AttentionSpec:
+    """Attention without norms of queries and keys; theta: the family's default base."""
     c.assume(max_position_embeddings=8192)
     c.only("use_qk_norm", (False,), False)
     dim = head_dim(c)
@@ -66,7 +67,6 @@ def _attention(c: ConfigReader, theta: float) -> AttentionSpec:
 
 
 def _model(c: ConfigReader, family: str, attentions: Iterable[AttentionSpec]) -> ModelSpec:
-    c.only("mlp_bias", (False,), False)
     mlp = gated_mlp(c)
     spec = decoder(
         c,
@@ -74,10 +74,16 @@ def _model(c: ConfigReader, family: str, attentions: Iterable[AttentionSpec]) ->
         tied=True,
         norm=NormSpec("layer", eps=c.number("layer_norm_eps", 1e-5)),
     )
+    return cohere_model(c, family, spec)
+
+
+def cohere_model(c: ConfigReader, family: str, spec: DecoderSpec, *rules: Rule) -> ModelSpec:
+    """What they have in common: logits are scaled, and texts may be longer than the config says."""
+    c.only("mlp_bias", (False,), False)
     longest = c.integer("model_max_length", spec.max_position)  # nothing is scaled beyond the other
     spec = replace(
         spec,
         max_position=max(longest, spec.max_position),
         logit_scale=c.positive("logit_scale", 0.0625),
     )
-    return model_spec(c, family, spec, DENSE_RULES)
+    return model_spec(c, family, spec, (*rules, *DENSE_RULES))

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from penstock.errors import UnsupportedModelError
 from penstock.models.config_reader import ConfigReader
-from penstock.models.spec import Ignore, ModelSpec, Rename, Rule, Stack
+from penstock.models.spec import Ignore, ModelSpec, Ones, Rename, Rule, Stack
 from penstock.nn.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -84,6 +84,20 @@ SHARED_RULES: tuple[Rule, ...] = (
 )
 """DeepSeek's names of what experts have beside them."""
 
+PLAIN_NORM_RULES: tuple[Rule, ...] = tuple(
+    Ones((), target)
+    for target in (
+        "norm.weight", "layers.{i}.attention_norm.weight", "layers.{i}.mlp_norm.weight"
+    )
+)  # fmt: skip
+"""Norms that have no weights."""
+
+SINK_RULES: tuple[Rule, ...] = tuple(
+    Rename(f"model.layers.{{i}}.self_attn.sinks{end}", "layers.{i}.attention.sinks.weight")
+    for end in ("", ".weight")  # the latter in GGUF
+)
+"""A logit of each head that nothing is seen for."""
+
 SANDWICH_RULES: tuple[Rule, ...] = tuple(
     Rename(f"model.layers.{{i}}.{theirs}.weight", f"layers.{{i}}.{ours}.weight")
     for theirs, ours in (
@@ -98,6 +112,11 @@ FUSED_MLP_RULES: tuple[Rule, ...] = (
     Rename("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.mlp.up.weight"),
 )
 """Gate and up in one matrix."""
+
+UNGATED_RULES: tuple[Rule, ...] = (
+    Rename("model.layers.{i}.mlp.up_proj.{p}", "layers.{i}.mlp.up.{p}"),
+)
+"""No gate beside `up_proj`."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -178,16 +197,20 @@ def experts(c: ConfigReader, count: int, per_token: int, size: str, *, normalize
             f"config.json: num_experts {total} and num_local_experts {local} differ."
         )
     chosen = c.integer("num_experts_per_tok", per_token)
-    if chosen > total:
-        raise UnsupportedModelError(
-            f"config.json: num_experts_per_tok {chosen} is more than the {total} experts that "
-            "there are."
-        )
+    check_choice("num_experts_per_tok", chosen, total)
     return MlpSpec(
         intermediate=c.integer(size),
         activation=activation(c, "hidden_act", "silu"),
         experts=ExpertsSpec(total, chosen, normalize),
     )
+
+
+def check_choice(key: str, chosen: int, total: int) -> None:
+    """Raises UnsupportedModelError for more experts a token, as `key` says, than there are."""
+    if chosen > total:
+        raise UnsupportedModelError(
+            f"config.json: {key} {chosen} is more than the {total} experts that there are."
+        )
 
 
 def routed_experts(
@@ -262,6 +285,15 @@ def dense_first(
             f"config.json: {key} must be a whole number from 0 on: {first!r}"
         )
     return [dense if i < first else mixed for i in range(count)]
+
+
+def mixed_blocks(c: ConfigReader, dense: MlpSpec, mixed: MlpSpec, default: int) -> list[MlpSpec]:
+    """Each layer's: as `mlp_layer_types` says, or all but the first ones with experts."""
+    blocks, types = dense_first(c, dense, mixed, default), c.get("mlp_layer_types")
+    if types is None:
+        return blocks
+    kinds = {"dense": dense, "sparse": mixed}
+    return layer_kinds("mlp_layer_types", types, kinds, len(blocks))
 
 
 def _shared_experts(c: ConfigReader) -> int:
@@ -353,7 +385,7 @@ def layer_kinds(key: str, types: Any, kinds: Mapping[str, Kind], count: int) -> 
 
 def some_attend(kinds: list[AttentionSpec]) -> list[AttentionSpec]:
     """`kinds`, of a model some of whose layers attend. Raises UnsupportedModelError for others."""
-    if all(kind.has_state for kind in kinds):
+    if all(kind.has_state or kind.is_absent for kind in kinds):
         raise UnsupportedModelError(
             "No layer attends, as config.json says; models some of whose layers do are built."
         )
@@ -375,6 +407,15 @@ def upper_layer_windows(c: ConfigReader, count: int) -> tuple[int, ...]:
     return layer_windows(c, count, window, lambda i: window > 0 and i >= first)
 
 
+def eos_tokens(c: ConfigReader) -> tuple[int, ...]:
+    """The ids that end an answer, as `eos_token_id` has one or several; () for none."""
+    eos = c.get("eos_token_id", ())
+    ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise UnsupportedModelError(f"config.json: eos_token_id must be integers: {eos!r}")
+    return ids
+
+
 def model_spec(
     c: ConfigReader,
     family: str,
@@ -383,17 +424,13 @@ def model_spec(
     prefixes: tuple[str, ...] = (),
 ) -> ModelSpec:
     """Put a `ModelSpec` together from a reader, with what every config has."""
-    eos = c.get("eos_token_id", ())
-    eos_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in eos_ids):
-        raise UnsupportedModelError(f"config.json: eos_token_id must be integers: {eos!r}")
     return ModelSpec(
         family=family,
         decoder=decoder,
         rules=rules,
         dtype=c.dtype,
         bos_token_id=c.get("bos_token_id"),
-        eos_token_ids=eos_ids,
+        eos_token_ids=eos_tokens(c),
         prefixes=prefixes,
         unsaid=tuple(c.sizes.items()),
     )

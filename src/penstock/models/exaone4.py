@@ -24,17 +24,25 @@ from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import register
 from penstock.models.rope import rope
 from penstock.models.spec import ModelSpec
-from penstock.nn.spec import LayerSpec
+from penstock.nn.spec import AttentionSpec, LayerSpec
 
 
 @register("Exaone4ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
-    """`config.json` of an EXAONE 4; where `sliding_window` is null, all layers rotate."""
+    """`config.json` of an EXAONE 4."""
+    mlp = gated_mlp(c)
+    layers = [LayerSpec(a, mlp, pre_norm=False, post_norm=True) for a in exaone_heads(c)]
+    rules = (*QK_NORM_RULES, *SANDWICH_RULES, *DENSE_RULES)
+    return model_spec(c, "exaone4", decoder(c, layers, eps=1e-5), rules)
+
+
+def exaone_heads(c: ConfigReader) -> list[AttentionSpec]:
+    """Each layer's attention; where `sliding_window` is null, all layers rotate."""
     c.assume(num_key_value_heads=32)
     for key in ("attention_bias", "mlp_bias"):
         c.only(key, (False,), False)
     dim = head_dim(c)
-    base, mlp = replace(attention(c, rope(c, dim), dim), qk_norm="head"), gated_mlp(c)
+    base = replace(attention(c, rope(c, dim), dim), qk_norm="head")
     window = sliding_window(c, 4096)
     pattern = _pattern(c, window)
     windows = layer_windows(
@@ -43,17 +51,7 @@ def read_config(c: ConfigReader) -> ModelSpec:
         window,
         lambda i: pattern[i % len(pattern)] == "L",
     )
-    layers = [
-        LayerSpec(
-            replace(base, window=w, rope=base.rope if w or not window else None),
-            mlp,
-            pre_norm=False,
-            post_norm=True,
-        )
-        for w in windows
-    ]
-    rules = (*QK_NORM_RULES, *SANDWICH_RULES, *DENSE_RULES)
-    return model_spec(c, "exaone4", decoder(c, layers, eps=1e-5), rules)
+    return [replace(base, window=w, rope=base.rope if w or not window else None) for w in windows]
 
 
 def _pattern(c: ConfigReader, window: int) -> str:

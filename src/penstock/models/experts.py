@@ -2,7 +2,8 @@
 
 transformers keeps a layer's experts as `gate_up_proj` [E, 2·I, D], gate above up, and `down_proj`
 [E, D, I]; gpt-oss has both transposed, the columns of gate and up in turns, and biases beside them.
-Granite's files call them `input_linear` and `output_linear`.
+Qwen3-VL's files have both transposed, too, or neither. Granite's call them `input_linear` and
+`output_linear`.
 """
 
 from __future__ import annotations
@@ -63,6 +64,17 @@ def are_in_turns(config: Mapping[str, Any]) -> bool:
     )
 
 
+def hidden_beside(config: Mapping[str, Any]) -> int:
+    """The decoder's hidden size where joined experts are transposed, if their shape says so
+    (Qwen3-VL's); 0: they aren't.
+    """
+    text = config.get("text_config")
+    if config.get("model_type") != "qwen3_vl_moe" or not isinstance(text, dict):
+        return 0
+    hidden = text.get("hidden_size")
+    return hidden if type(hidden) is int else 0
+
+
 def warn_of_names(config: Mapping[str, Any]) -> None:
     """Say so where experts are written one by one, which no other engine expects."""
     granite = "granitemoe" in str(config.get("model_type")) and config.get("num_local_experts", 8)
@@ -77,13 +89,16 @@ def warn_of_names(config: Mapping[str, Any]) -> None:
 class SplitExperts(Over):
     """`base` with each expert's `gate_proj`, `up_proj` and `down_proj` by themselves."""
 
-    def __init__(self, base: Checkpoint | QuantizedCheckpoint, *, in_turns: bool) -> None:
-        """in_turns: matrices are transposed, and gate's columns and up's alternate.
+    def __init__(
+        self, base: Checkpoint | QuantizedCheckpoint, *, in_turns: bool, hidden: int = 0
+    ) -> None:
+        """in_turns: matrices are transposed, and gate's columns and up's alternate. hidden:
+        `hidden_beside`.
 
         Raises WeightsError for a tensor that isn't one of experts.
         """
         super().__init__(base)
-        self._stored, self._in_turns = base, in_turns
+        self._stored, self._in_turns, self._hidden = base, in_turns, hidden
         self._parts: dict[str, _Part] = {}
         self._whole: list[str] = []
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
@@ -96,7 +111,7 @@ class SplitExperts(Over):
             if (
                 not all(shape)
                 or len(shape) != dims
-                or (match["what"] == "gate_up_proj" and self._rows(shape) % 2)
+                or (match["what"] == "gate_up_proj" and self._rows(name, shape) % 2)
             ):
                 raise WeightsError(
                     f"{name} has the shape {list(shape)}, which isn't that of experts' "
@@ -118,9 +133,15 @@ class SplitExperts(Over):
                 for half in halves:
                     self._parts[f"{match['at']}.{e}.{half}.{last}"] = _Part(name, e, half)
 
-    def _rows(self, shape: tuple[int, ...]) -> int:
+    def _turned(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a joined tensor's matrices are transposed."""
+        if len(shape) == 2 or not self._hidden:
+            return self._in_turns
+        return shape[2 if name.endswith("gate_up_proj") else 1] != self._hidden
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> int:
         """N of an expert's matrix, or of its bias."""
-        return shape[-1] if len(shape) == 2 or self._in_turns else shape[1]
+        return shape[-1] if len(shape) == 2 or self._turned(name, shape) else shape[1]
 
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
@@ -132,10 +153,10 @@ class SplitExperts(Over):
         if part is None:
             return self._base.shape(name)
         shape = self._base.shape(part.joined)
-        rows = self._rows(shape) // (1 if part.half == "down_proj" else 2)
+        rows = self._rows(part.joined, shape) // (1 if part.half == "down_proj" else 2)
         if len(shape) == 2:
             return (rows,)
-        return rows, shape[1] if self._in_turns else shape[2]
+        return rows, shape[1] if self._turned(part.joined, shape) else shape[2]
 
     def stored_as(self, name: str) -> str:
         """The name of a tensor's elements, or a matrix's scheme."""
@@ -155,8 +176,9 @@ class SplitExperts(Over):
             found = self._base.read(part.joined)
             assert isinstance(found, Tensor)
             self._last = part.joined, found
-        own = self._last[1][part.expert]
-        if own.dim() == 2 and self._in_turns:
+        whole = self._last[1]
+        own = whole[part.expert]
+        if own.dim() == 2 and self._turned(part.joined, tuple(whole.shape)):
             own = own.t()
         return self._half(own, part.half).contiguous()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.models.gguf.container import is_gguf
 from penstock.models.gguf.folder import write_settings
+from penstock.models.gguf.seeing import SeeingSource
 from penstock.models.gguf.source import GgufSource
 from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
@@ -20,13 +21,17 @@ SETTINGS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 _BESIDE = (*SETTINGS, VOCAB_MAP, "LICENSE*", "README.md", "additional_chat_templates/*")
 
 
-def copy_settings(source: Path, folder: Path, *, but: Collection[str] = ()) -> None:
+def copy_settings(
+    source: Path, folder: Path, *, but: Collection[str] = (), mmproj: Path | None = None
+) -> None:
     """Put what the model in `source` has beside its weights into `folder`.
 
-    Of a GGUF file its metadata, as such files. but: names of files that are left out.
+    Of a GGUF file its metadata, as such files. but: names of files that are left out. mmproj: the
+    projector of a GGUF file, whose metadata comes as well.
     """
     if is_gguf(source):
-        write_settings(GgufSource(source), folder, but=but)
+        found = GgufSource(source) if mmproj is None else SeeingSource(source, mmproj)
+        write_settings(found, folder, but=but)
         return
     left_out = {INDEX, *but}
     for pattern in _BESIDE:

@@ -1,6 +1,7 @@
 """Gemma 2: every other layer local, soft-capped scores and logits, norms around each block.
 
-Source: Gemma Team 2024, arXiv:2408.00118.
+VaultGemma has none behind them. Source: Gemma Team 2024, arXiv:2408.00118; VaultGemma: Sinha et al.
+2025, arXiv:2510.15001.
 """
 
 from __future__ import annotations
@@ -30,6 +31,16 @@ from penstock.nn.spec import LayerSpec
 @register("Gemma2ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Gemma 2."""
+    return _model(c, "gemma2", post_norm=True)
+
+
+@register("VaultGemmaForCausalLM")
+def read_vault_config(c: ConfigReader) -> ModelSpec:
+    """`config.json` of a VaultGemma."""
+    return _model(c, "vaultgemma", post_norm=False)
+
+
+def _model(c: ConfigReader, family: str, *, post_norm: bool) -> ModelSpec:
     c.assume(num_key_value_heads=4, max_position_embeddings=8192)
     dim = head_dim(c, 256)
     base = attention(
@@ -47,10 +58,10 @@ def read_config(c: ConfigReader) -> ModelSpec:
     windows = layer_windows(c, c.integer("num_hidden_layers"), window, lambda i: i % 2 == 0)
     spec = decoder(
         c,
-        [LayerSpec(replace(base, window=w), mlp, post_norm=True) for w in windows],
+        [LayerSpec(replace(base, window=w), mlp, post_norm=post_norm) for w in windows],
         tied=True,
         offset=1.0,
         embed_scale=math.sqrt(c.integer("hidden_size")),
         final_softcap=softcap(c, "final_logit_softcapping", 30.0),
     )
-    return model_spec(c, "gemma2", spec, (*SANDWICH_RULES, *DENSE_RULES))
+    return model_spec(c, family, spec, (*SANDWICH_RULES, *DENSE_RULES))

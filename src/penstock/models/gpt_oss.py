@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from penstock.models.common import (
     DENSE_RULES,
+    SINK_RULES,
     attention,
     decoder,
     expert_rules,
@@ -21,7 +22,7 @@ from penstock.models.common import (
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import register
 from penstock.models.rope import rope
-from penstock.models.spec import ModelSpec, Rename
+from penstock.models.spec import ModelSpec
 from penstock.nn.spec import LayerSpec
 
 _YARN = {
@@ -35,8 +36,7 @@ _YARN = {
 """What transformers takes where a config says nothing of it."""
 
 _RULES = (
-    Rename("model.layers.{i}.self_attn.sinks", "layers.{i}.attention.sinks.weight"),
-    Rename("model.layers.{i}.self_attn.sinks.weight", "layers.{i}.attention.sinks.weight"),  # GGUF
+    *SINK_RULES,
     *expert_rules("mlp", "gate_proj", "up_proj", "down_proj", router="router"),
     *DENSE_RULES,
 )

@@ -27,13 +27,14 @@ from penstock.models.spec import ModelSpec, Rename, Rule
 from penstock.nn.spec import AttentionSpec, LayerSpec, MlpSpec
 
 _AT = "model.layers.{i}"
-_EXPERTS: tuple[Rule, ...] = (
+EXPERTS: tuple[Rule, ...] = (
     Rename(f"{_AT}.block_sparse_moe.router.layer.weight", "layers.{i}.mlp.router.weight"),
     *expert_rules("block_sparse_moe", "gate_proj", "up_proj", "down_proj", "router"),
 )
+"""Names of a router and its experts."""
 
 
-def _block_rules(block: str) -> tuple[Rule, ...]:
+def block_rules(block: str) -> tuple[Rule, ...]:
     """The block that all tokens go through: a layer's own, or beside experts."""
     theirs, ours = f"{_AT}.shared_mlp", f"layers.{{i}}.{block}"
     return (
@@ -42,7 +43,7 @@ def _block_rules(block: str) -> tuple[Rule, ...]:
     )
 
 
-def _mixed(c: ConfigReader, shared: int) -> MlpSpec:
+def mixed_block(c: ConfigReader, shared: int) -> MlpSpec:
     """Experts, and beside them a block of so many between its matrices; 0: none."""
     for key in ("router_aux_loss_coef", "output_router_logits"):
         c.get(key)  # of training
@@ -83,18 +84,18 @@ def _spec(
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Granite 3 with experts."""
     kinds = [granite_heads(c)] * c.integer("num_hidden_layers")
-    return _spec(c, "granite_moe", kinds, _mixed(c, 0), *_EXPERTS)
+    return _spec(c, "granite_moe", kinds, mixed_block(c, 0), *EXPERTS)
 
 
 @register("GraniteMoeSharedForCausalLM")
 def read_shared_config(c: ConfigReader) -> ModelSpec:
     """The same with a block beside the experts."""
     kinds = [granite_heads(c)] * c.integer("num_hidden_layers")
-    mlp = _mixed(c, _shared(c, 0))
-    return _spec(c, "granite_moe", kinds, mlp, *_EXPERTS, *_block_rules("mlp.shared"))
+    mlp = mixed_block(c, shared_size(c, 0))
+    return _spec(c, "granite_moe", kinds, mlp, *EXPERTS, *block_rules("mlp.shared"))
 
 
-def _shared(c: ConfigReader, default: int = 1024) -> int:
+def shared_size(c: ConfigReader, default: int = 1024) -> int:
     """What lies between the matrices of the block that all tokens go through; 0: there is none."""
     size = c.get("shared_intermediate_size", default)
     return (
@@ -108,17 +109,17 @@ def read_hybrid_config(c: ConfigReader) -> ModelSpec:
     position = c.only("position_embedding_type", ("rope", "nope", None), None)
     kinds = _kinds(c, granite_heads(c, turns=position == "rope"))
     if c.get("num_local_experts", 8) != 0:
-        mlp = _mixed(c, _shared(c))
-        rules = (*_EXPERTS, *_block_rules("mlp.shared"))
+        mlp = mixed_block(c, shared_size(c))
+        rules = (*EXPERTS, *block_rules("mlp.shared"))
     else:
         for key in ("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"):
             c.get(key)  # of experts
         c.get("output_router_logits")
-        if not _shared(c):
+        if not shared_size(c):
             raise UnsupportedModelError(
                 "config.json asks for no experts (num_local_experts 0) and for no block in their "
                 "place (shared_intermediate_size 0)."
             )
-        mlp = MlpSpec(_shared(c), activation(c, "hidden_act", "silu"))
-        rules = _block_rules("mlp")
+        mlp = MlpSpec(shared_size(c), activation(c, "hidden_act", "silu"))
+        rules = block_rules("mlp")
     return _spec(c, "granite_hybrid", kinds, mlp, *MAMBA_RULES, *rules)

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.errors import ConfigError, MissingExtraError, ModelNotFoundError, get_extra, nearest
 from penstock.models.files import SETTINGS
 from penstock.models.gguf.container import LATER_PART, is_gguf
+from penstock.models.gguf.seeing import PATTERN as PROJECTORS
 
 EMBEDDED = ("stories", "stories-chat")
 """Models that come with the package, in `assets/`: one goes on with a text, one replies."""
@@ -154,7 +155,8 @@ def _only_file(folder: Path) -> Path | None:
     """The GGUF file of a folder that has nothing else to load."""
     if (folder / "config.json").exists():
         return None
-    files = sorted(folder.glob("*.gguf"))
+    beside = set(folder.glob(PROJECTORS))
+    files = [file for file in sorted(folder.glob("*.gguf")) if file not in beside]
     models = [file for file in files if not LATER_PART.search(file.name)]
     if len(models) > 1:
         raise ModelNotFoundError(

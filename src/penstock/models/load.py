@@ -97,7 +97,8 @@ class Asked(TypedDict, total=False):
     strict: a config key that nothing reads is an error instead of a warning. quantization: round
     the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`); of a checkpoint that is
     quantized already, `a8` or `a16`: what activations are rounded to. storage: how weights lie in
-    memory. max_attention_window, sink_token_length: of `models.reach`; None: all is seen.
+    memory. max_attention_window, sink_token_length: of `models.reach`; None: all is seen. mmproj:
+    the projector of a GGUF file, through which it sees.
     """
 
     dtype: str
@@ -107,6 +108,7 @@ class Asked(TypedDict, total=False):
     storage: Storage
     max_attention_window: int | None
     sink_token_length: int | None
+    mmproj: Path | None
 
 
 def describe(
@@ -119,6 +121,7 @@ def describe(
     storage: Storage = PANELS,
     max_attention_window: int | None = None,
     sink_token_length: int | None = None,
+    mmproj: Path | None = None,
     dummy: bool = False,
 ) -> Description:
     """What `load_model` would load, by its headers: arguments as `Asked` has them.
@@ -133,7 +136,7 @@ def describe(
     else:
         if not folder.exists():
             raise ModelNotFoundError(f"There is no folder and no file {folder}.")
-        spec, found = open_model(folder, strict=strict)
+        spec, found = open_model(folder, strict=strict, mmproj=mmproj)
         generation = read_generation(found)
         checkpoint, rounded = _over(found, dtype, quantization)
         chosen, formats = chosen_formats(spec, checkpoint, dtype, rounded)

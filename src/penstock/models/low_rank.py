@@ -47,6 +47,8 @@ def why_not(attention: AttentionSpec, rank: int) -> str | None:
         return "the cache has latents (MLA), which are of few dimensions already"
     if attention.has_state:
         return "a layer has a state in place of keys and values"
+    if attention.value_norm or attention.parts < 3:
+        return "values are normed, or made with keys or elsewhere"
     if rank % COLUMNS or not 0 < rank <= attention.head_dim:
         return (
             f"keys and values of {attention.head_dim} dimensions a head are kept in fewer, a "

@@ -49,18 +49,21 @@ MAMBA_RULES: tuple[Rule, ...] = (
 """Names of a layer's tensors."""
 
 
-def mamba_heads(c: ConfigReader, eps: float) -> AttentionSpec:
-    """The layer that `mamba_…` describe. eps: of its norm."""
+def mamba_heads(c: ConfigReader, eps: float, inner: int | None = None) -> AttentionSpec:
+    """The layer that `mamba_…` describe. eps: of its norm; inner: values of all its heads, where
+    those aren't `mamba_expand` times the hidden size.
+    """
     c.only("hidden_act", ("silu", "swish"), "silu")  # the convolution's too, and that is built so
     c.get("mamba_chunk_size")  # of kernels that take many tokens at a time
     heads, groups = c.integer("mamba_n_heads", 128), c.integer("mamba_n_groups", 1)
-    inner = c.integer("mamba_expand", 2) * c.integer("hidden_size")
+    wide = c.integer("mamba_expand", 2) * c.integer("hidden_size")
+    said = "mamba_expand times hidden_size" if inner is None else "mamba_d_ssm"
+    inner = wide if inner is None else inner
     dim = c.get("mamba_d_head", "auto")
     dim = inner // heads if dim in ("auto", None) else c.integer("mamba_d_head")
     if dim * heads != inner:
         raise UnsupportedModelError(
-            f"mamba_n_heads {heads} of mamba_d_head {dim} aren't the {inner} that mamba_expand "
-            "times hidden_size is."
+            f"mamba_n_heads {heads} of mamba_d_head {dim} aren't the {inner} that {said} is."
         )
     mamba = MambaSpec(dim, c.integer("mamba_d_conv", 4), eps, c.flag("mamba_conv_bias", True))
     bias = c.flag("mamba_proj_bias", False)

@@ -1,7 +1,8 @@
 """Nemotron-H: most of its blocks are Mamba 2 or feed-forward, a few attend.
 
 What is a layer in its files is one block with a norm before it; here a layer is one that mixes
-tokens, and the feed-forward block after it, where one follows.
+tokens, and the feed-forward block after it, where one follows. A feed-forward block that follows
+another, or none, is a layer without attention.
 Source: NVIDIA 2025, arXiv:2504.03624 and 2508.14444; transformers' `nemotron_h`.
 """
 
@@ -23,7 +24,15 @@ from penstock.models.config_reader import ConfigReader
 from penstock.models.mamba import MAMBA_RULES, mamba_state
 from penstock.models.registry import register
 from penstock.models.spec import Ignore, ModelSpec, Rename, Rule
-from penstock.nn.spec import NO_MLP, AttentionSpec, LayerSpec, MambaSpec, MlpSpec, NormSpec
+from penstock.nn.spec import (
+    NO_ATTENTION,
+    NO_MLP,
+    AttentionSpec,
+    LayerSpec,
+    MambaSpec,
+    MlpSpec,
+    NormSpec,
+)
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -46,6 +55,8 @@ _EXPERTS = tuple(
 _RULES: tuple[Rule, ...] = (
     Rename(f"{_AT}.mlp.up_proj.{{p}}", "layers.{i}.mlp.up.{p}"),
     Rename(f"{_AT}.mlp.gate.weight", "layers.{i}.mlp.router.weight"),
+    Rename(f"{_AT}.mlp.fc1_latent_proj.weight", "layers.{i}.mlp.narrow.weight"),
+    Rename(f"{_AT}.mlp.fc2_latent_proj.weight", "layers.{i}.mlp.widen.weight"),
     Rename(f"{_AT}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.correction.weight"),
     *_EXPERTS,
     Ignore("mtp.*"),  # what guesses further tokens
@@ -100,7 +111,6 @@ def _feed_forward(c: ConfigReader, blocks: list[str]) -> dict[str, MlpSpec]:
     bias = c.flag("mlp_bias", False)
     c.get("moe_shared_expert_overlap")  # of when it is computed
     if "moe" in blocks:
-        c.only("moe_latent_size", (None,), None)
         c.only("n_shared_experts", (1,), 1)
         c.only("mlp_bias", (False,), False)
         c.assume(topk_group=1)
@@ -108,7 +118,8 @@ def _feed_forward(c: ConfigReader, blocks: list[str]) -> dict[str, MlpSpec]:
         mixed = routed_experts(c, 8, 2, normalize=True, scale=1.0, groups=1)
         assert mixed.experts is not None
         shared = c.integer("moe_shared_expert_intermediate_size", 7688)
-        experts = replace(mixed.experts, shared=shared)
+        latent = c.integer("moe_latent_size") if c.has("moe_latent_size") else 0
+        experts = replace(mixed.experts, shared=shared, latent=latent)
         found["moe"] = replace(mixed, activation="relu2", gated=False, experts=experts)
     if "mlp" in blocks:
         found["mlp"] = MlpSpec(c.integer("intermediate_size"), "relu2", gated=False, bias=bias)
@@ -118,8 +129,8 @@ def _feed_forward(c: ConfigReader, blocks: list[str]) -> dict[str, MlpSpec]:
 
 
 _UNUSED = """num_logits_to_keep rescale_prenorm_residual num_nextn_predict_layers
-    mtp_layers_block_type mtp_hybrid_override_pattern rope_theta rope_scaling rope_parameters
-    partial_rotary_factor attn_layer_offset attn_layer_period
+    mtp_layers_block_type mtp_hybrid_override_pattern keep_mtp_spec_in_bf16 rope_theta
+    rope_scaling rope_parameters partial_rotary_factor attn_layer_offset attn_layer_period
     max_window_layers""".split()
 
 
@@ -147,10 +158,7 @@ def read_config(c: ConfigReader) -> ModelSpec:
         if block in kinds:
             layers.append(LayerSpec(kinds[block], NO_MLP))
         elif not layers or layers[-1].mlp.intermediate:
-            raise UnsupportedModelError(
-                f"Block {number} is a feed-forward block that follows none that mixes tokens, "
-                "which isn't built."
-            )
+            layers.append(LayerSpec(NO_ATTENTION, feed_forward[block]))
         else:
             layers[-1] = replace(layers[-1], mlp=feed_forward[block])
         at = f"model.layers.{len(layers) - 1}"

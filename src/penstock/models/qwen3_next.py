@@ -6,6 +6,8 @@ delta rule); Qiu et al. 2025, arXiv:2505.06708 (gated attention).
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -132,14 +134,31 @@ def hybrid_layers(c: ConfigReader) -> list[AttentionSpec]:
     )
     remembers = AttentionSpec(values, keys, key_dim, key_dim**-0.5, None, delta=delta)
     kinds = {"full_attention": attends, "linear_attention": remembers}
-    count = c.integer("num_hidden_layers")
-    every, types = c.integer("full_attention_interval", 4), c.get("layer_types")
-    if types is None:
-        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    return both_kinds(c, kinds, "full_attention_interval")
+
+
+def both_kinds(
+    c: ConfigReader, kinds: Mapping[str, AttentionSpec], interval: str
+) -> list[AttentionSpec]:
+    """What each layer is of `kinds`, as `layer_types` says, or where that is absent `interval`: a
+    key for how many layers one attends of. Where both are there the first counts, as transformers
+    has it, and a warning says so if they differ.
+    """
+    count, every = c.integer("num_hidden_layers"), c.integer(interval, 4)
+    named = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    types = c.get("layer_types", named)
     found = layer_kinds("layer_types", types, kinds, count)
     if len(set(types)) < 2:
+        said = f"{interval} {every} of {count} layers" if types is named else "layer_types"
         raise UnsupportedModelError(
-            f"layer_types names {types[0]} alone; models that have both kinds of layers are built."
+            f"{said} names {types[0]} alone; models that have both kinds of layers are built."
+        )
+    if c.has(interval) and types != named:
+        warnings.warn(
+            f"config.json says by {interval} {every} that other layers attend than by layer_types, "
+            "which counts.",
+            UserWarning,
+            stacklevel=3,
         )
     return found
 

@@ -1,4 +1,5 @@
-"""Qwen3-VL: rows of the tower's middle go to the decoder's first layers too (DeepStack).
+"""Qwen3-VL, with experts or without: rows of the tower's middle go to the decoder's first layers,
+too (DeepStack).
 
 Source: Bai et al. 2025, arXiv:2511.21631; Meng et al. 2024, arXiv:2406.04334 (DeepStack).
 """
@@ -9,7 +10,7 @@ import math
 from dataclasses import replace
 
 from penstock.errors import UnsupportedModelError
-from penstock.models import qwen3
+from penstock.models import qwen3, qwen3_moe
 from penstock.models.common import activation
 from penstock.models.config_reader import ConfigReader
 from penstock.models.qwen2_vl import TOWER_RULES, grid_of, together
@@ -53,8 +54,26 @@ def tower(part: ConfigReader, out: int) -> GridSpec:
 @register("Qwen3VLForConditionalGeneration")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a dense Qwen3-VL."""
+    return _seeing(c, qwen3.read_config(c.part("text_config")), "qwen3_vl")
+
+
+@register("Qwen3VLMoeForConditionalGeneration")
+def read_mixed_config(c: ConfigReader) -> ModelSpec:
+    """The same of one with experts."""
+    part = c.part("text_config")
+    part.assume(
+        num_key_value_heads=16, max_position_embeddings=128_000, moe_intermediate_size=1408,
+        intermediate_size=5632, num_experts_per_tok=4, norm_topk_prob=True,
+    )  # fmt: skip
+    if not part.has("num_local_experts"):
+        part.assume(num_experts=60)
+    part.only("norm_topk_prob", (True,), True)
+    part.replace(tie_word_embeddings=c.flag("tie_word_embeddings", False))  # whatever it says
+    return _seeing(c, qwen3_moe.read_config(part), "qwen3_vl_moe")
+
+
+def _seeing(c: ConfigReader, text: ModelSpec, family: str) -> ModelSpec:
     part = c.part("vision_config")
-    text = qwen3.read_config(c.part("text_config"))
     grid = tower(part, text.decoder.hidden)
     count, deep = len(grid.layers), part.get("deepstack_visual_indexes", [8, 16, 24])
     if (
@@ -67,4 +86,4 @@ def read_config(c: ConfigReader) -> ModelSpec:
             f"vision_config: deepstack_visual_indexes {deep!r} aren't layers of {count} in order, "
             f"for as many of the text model's {len(text.decoder.layers)}."
         )
-    return together(c, text, replace(grid, deep=tuple(deep)), (*TOWER, *_DEEP), "qwen3_vl")
+    return together(c, text, replace(grid, deep=tuple(deep)), (*TOWER, *_DEEP), family)

@@ -26,6 +26,11 @@ def _linear(spec: RopeSpec, scaling: ConfigReader, _: float) -> RopeSpec:
     return replace(spec, kind="linear", factor=_factor(scaling), original_max_position=0)
 
 
+def _proportional(spec: RopeSpec, scaling: ConfigReader, _: float) -> RopeSpec:
+    """Angles of a whole head, of which only the fast ones move."""
+    return replace(spec, kind="proportional", factor=_factor(scaling, 1.0), original_max_position=0)
+
+
 def _llama3(spec: RopeSpec, scaling: ConfigReader, _: float) -> RopeSpec:
     return replace(
         spec,
@@ -107,6 +112,7 @@ _ROPES: dict[str, Callable[[RopeSpec, ConfigReader, float], RopeSpec]] = {
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,  # its first name
+    "proportional": _proportional,
 }
 """Rope types: (rotation without scaling, its dictionary, new ÷ old context) → rotation."""
 
@@ -157,6 +163,8 @@ def rope_spec(
     if kind not in _ROPES:
         raise UnsupportedModelError(f"rope type {kind!r} isn't built; {', '.join(_ROPES)} are.")
     plain = RopeSpec(theta, rotary_dim, original_max_position=original)
+    if kind == "proportional":
+        plain = replace(plain, rotary_dim=dim, moving_dim=rotary_dim)
     spec = _sections(scaling, _ROPES[kind](plain, scaling, max_position / original))
     rest = [key for key in scaling.unread() if scaling.has(key)]
     if rest:

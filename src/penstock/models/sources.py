@@ -8,8 +8,9 @@ from typing import Any
 
 from penstock.errors import UnsupportedModelError
 from penstock.models.checkpoint import Checkpoint, Source
-from penstock.models.experts import SplitExperts, are_in_turns, has_joined_experts
+from penstock.models.experts import SplitExperts, are_in_turns, has_joined_experts, hidden_beside
 from penstock.models.gguf.container import is_gguf
+from penstock.models.gguf.seeing import SeeingSource
 from penstock.models.gguf.source import GgufSource
 from penstock.models.gguf.tokenizer import gguf_tokenizer
 from penstock.models.over import Over
@@ -36,17 +37,20 @@ Stored = Checkpoint | QuantizedCheckpoint | GgufSource | SplitExperts
 """What lies on a disk: `stored_as(name)` says how."""
 
 
-def open_source(path: Path) -> Stored:
-    """The source in `path`: a GGUF file, or safetensors, quantized as config.json says."""
+def open_source(path: Path, mmproj: Path | None = None) -> Stored:
+    """The source in `path`: a GGUF file, or safetensors, quantized as config.json says.
+
+    mmproj: the projector of a GGUF file, through which it sees.
+    """
     if is_gguf(path):
-        source = GgufSource(path)
+        source = GgufSource(path) if mmproj is None else SeeingSource(path, mmproj)
         source.announce()
         return source
     config = read_config(path)
     checkpoint = _in_folder(path, config.get("quantization_config"))
     if not has_joined_experts(checkpoint):
         return checkpoint
-    return SplitExperts(checkpoint, in_turns=are_in_turns(config))
+    return SplitExperts(checkpoint, in_turns=are_in_turns(config), hidden=hidden_beside(config))
 
 
 def _in_folder(path: Path, quantization: Any) -> Checkpoint | QuantizedCheckpoint:
@@ -58,10 +62,15 @@ def _in_folder(path: Path, quantization: Any) -> Checkpoint | QuantizedCheckpoin
     return QuantizedCheckpoint(checkpoint, quantization)
 
 
-def open_model(path: Path, *, strict: bool = False) -> tuple[ModelSpec, Stored]:
-    """What `path` describes, and its tensors; a folder's config is wrong before its weights are."""
+def open_model(
+    path: Path, *, strict: bool = False, mmproj: Path | None = None
+) -> tuple[ModelSpec, Stored]:
+    """What `path` describes, and its tensors; a folder's config is wrong before its weights are.
+
+    mmproj: as `open_source` takes it.
+    """
     if is_gguf(path):
-        source = open_source(path)
+        source = open_source(path, mmproj)
         return spec_of(source.config, str(path), strict=strict), source
     return read_spec(path, strict=strict), open_source(path)
 

@@ -43,6 +43,11 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Ones(Stack):
+    """A stack of nothing, `Ones((), target)`: weights of a norm for which a checkpoint has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Share(Rename):
     """A part of a tensor that another rule takes as well: what `transform` makes of it."""
 
@@ -65,10 +70,16 @@ class PicturesSpec:
     """How a family's prompts stand for pictures; how those are cut is in `models.vision`."""
 
     token_id: int  # of each place that a row of a picture takes
-    cut: Literal["tiles", "canvas", "whole", "grid", "pieces"]  # in squares and a small picture of
-    # all; so by the nearest shape of some; as one square; as it is, its sides multiples of a
-    # token's; so where it is small, else as "canvas"
+    cut: Literal["tiles", "canvas", "whole", "grid", "pieces", "framed", "lines", "anyres"]  # in
+    # squares and a small picture of all; so by the nearest shape of some; as one square; as it is,
+    # its sides multiples of a token's; so where it is small, else as "canvas"; as one square
+    # between two marks; as "grid", with a mark after each row; as "canvas", with a margin that is
+    # left out again
     around: tuple[str, str] = ("", "")  # what templates write before a picture and after it
+    marks: tuple[int, int] | None = None  # of "framed": the tokens that begin and end a picture,
+    # of which prompts have the first in its place
+    both_ways: bool = False  # tokens of a square see those after them in it, too
+    shapes: tuple[tuple[int, int], ...] = ()  # of "anyres": height and width in pixels, to choose
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from penstock.errors import WeightsError
 from penstock.models.checkpoint import Checkpoint, Source
 from penstock.models.finite import blamed
 from penstock.models.room import Room
-from penstock.models.spec import Ignore, ModelSpec, Rename, Share, Stack
+from penstock.models.spec import Ignore, ModelSpec, Ones, Rename, Share, Stack
 from penstock.nn.decoder import Decoder, matrices_of, stored_in
 from penstock.nn.parameters import Loadable, plain
 from penstock.nn.spec import DecoderSpec
@@ -113,6 +113,7 @@ def load_weights(
     if spec.decoder.tied:
         _drop_tied_copy(plans, checkpoint)
     _drop_zero_biases(plans, expected, checkpoint)
+    _add_ones(plans, expected, spec)
     _check_complete(plans, unknown, expected, spec)
 
     tensors = {
@@ -125,7 +126,7 @@ def load_weights(
         if modules[target.rpartition(".")[0]].elsewhere:
             continue
         _check_halves(plans[target], modules[target.rpartition(".")[0]], checkpoint)
-        tensor = _assemble(plans[target], checkpoint, spec, room)
+        tensor = _assemble(plans[target], shape, checkpoint, spec, room)
         if tuple(tensor.shape) != shape:
             raise _disagrees(target, plans[target], shape, tuple(tensor.shape), spec)
         name, _, parameter = target.rpartition(".")
@@ -168,9 +169,12 @@ def check_complete(
         plans["head.weight"] = table
     if not isinstance(checkpoint, Checkpoint):  # biases that may be of zeros
         plans = {t: p for t, p in plans.items() if t in expected or not t.endswith(".bias")}
+    _add_ones(plans, expected, spec)
     _check_complete(plans, unknown, expected, spec)
     for target, shape in expected.items():
         plan = plans[target]
+        if isinstance(plan.rule, Ones):
+            continue
         _check_halves(plan, modules[target.rpartition(".")[0]], checkpoint)
         found = [checkpoint.shape(part) for part in plan.parts if part is not None]
         whole = (sum(part[0] for part in found), *found[0][1:])
@@ -229,11 +233,12 @@ def _sources(target: str, spec: ModelSpec, known: set[str]) -> str:
 
 
 def _spellings(name: str, spec: ModelSpec) -> list[str]:
-    """A tensor's name as rules have it, and as files may."""
+    """A tensor's name as files may have it, and as rules do where that means the same."""
     names = [name]
     for beginning, meaning in reversed(spec.aliases):
         names += [beginning + x.removeprefix(meaning) for x in names if x.startswith(meaning)]
-    return names + [prefix + x for prefix in spec.prefixes for x in names]
+    names += [prefix + x for prefix in spec.prefixes for x in names]
+    return [x for x in names if rules_name(x, spec) == name] or [name]
 
 
 def _starts(name: str) -> Iterator[str]:
@@ -242,7 +247,11 @@ def _starts(name: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(len(parts)))
 
 
-def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room) -> Tensor | Codes:
+def _assemble(
+    plan: WeightPlan, shape: tuple[int, ...], checkpoint: Source, spec: ModelSpec, room: Room
+) -> Tensor | Codes:
+    if isinstance(plan.rule, Ones):
+        return torch.ones(shape)
     found = [checkpoint.read(part) for part in plan.parts if part is not None]
     codes = [part for part in found if isinstance(part, Codes)]
     if len(codes) == len(found) and _keeps(plan, checkpoint, spec):
@@ -311,7 +320,8 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
             continue
         joint = _joint_scheme(parts, checkpoint)
         kept = all(_keeps(plan, checkpoint, spec) for plan in those)
-        kept = kept and not module.endswith((".router", ".attention.gates"))
+        apart = (".router", ".attention.gates", "inputs.projection")
+        kept = kept and not module.endswith(apart)
         if joint is not None and kept:
             found[module] = format_of(joint)
         elif not (module.endswith(".gates") and all(type(plan.rule) is Share for plan in those)):
@@ -360,6 +370,18 @@ def _drop_tied_copy(plans: dict[str, WeightPlan], checkpoint: Source) -> None:
                 "Set tie_word_embeddings to false, or remove one of them."
             )
     plans["head.weight"] = table
+
+
+def _add_ones(
+    plans: dict[str, WeightPlan], expected: dict[str, tuple[int, ...]], spec: ModelSpec
+) -> None:
+    """What the family's norms have no weights for."""
+    for rule in spec.rules:
+        if isinstance(rule, Ones):
+            pattern = _compile(rule.target)
+            for target in expected:
+                if pattern.fullmatch(target):
+                    plans.setdefault(target, WeightPlan(rule, []))
 
 
 def _drop_zero_biases(

@@ -17,7 +17,7 @@ from penstock.nn.shared import attends_apart, heads_of, own_attention, own_qkv
 from penstock.nn.spec import AttentionSpec, NormSpec
 from penstock.parallel import Gather, Part, Ranks, Ring
 from penstock.quant import Codes, WeightFormat
-from penstock.step import LayerCache, RingStep, Step
+from penstock.step import LayerCache, RingStep, Runs, Step
 
 _BESIDE = (
     "key_scale",
@@ -94,7 +94,13 @@ class Attention(nn.Module):
         if spec.qk_norm != "none":
             kind = TurnedNorm if spec.qk_norm == "turned" else Norm
             self.q_norm = kind(q_size if full else spec.head_dim, norm)
-            self.k_norm = kind(k_size if full else spec.head_dim, norm)
+            if spec.reads is None:
+                self.k_norm = kind(k_size if full else spec.head_dim, norm)
+        if (spec.value_norm or spec.parts < 3) and qkv.storage.name != "panels":
+            raise UnsupportedModelError(
+                "Normed values, keys that are values too, and keys and values of other layers are "
+                "built for CPUs only: choose device='cpu'."
+            )
         self.sinks = Vector(spec.num_heads, heads) if spec.sinks else None
         self.bases = None
         if spec.kv_rank:
@@ -139,6 +145,8 @@ class Attention(nn.Module):
             copies=step.copies,
             sink_reach=spec.sink_reach,
             bases=None if self.bases is None else self.bases.parameter("weight"),
+            norm_values=spec.value_norm,
+            parts=spec.parts,
         )
 
     def see(self, q: Tensor, step: Step, cache: LayerCache) -> Tensor:
@@ -160,7 +168,29 @@ class Attention(nn.Module):
             causal=spec.causal,
             sink_tokens=spec.sink_tokens,
         )
+        if step.runs is not None:
+            self._see_both_ways(q, seen, step.runs, cache)
         return seen if self.gather is None else self.gather(seen)
+
+    def _see_both_ways(self, q: Tensor, seen: Tensor, runs: Runs, cache: LayerCache) -> None:
+        """Put what a step's runs see in the place of what they would see of those before them."""
+        spec = self.spec
+        key_cache, value_cache, *beside = cache
+        found = ops.paged_attention(
+            q.index_select(0, runs.rows),
+            key_cache,
+            value_cache,
+            runs.query_start,
+            runs.context_len,
+            runs.block_table,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            None if self.sinks is None else self.sinks.parameter("weight"),
+            **_named(beside),
+            causal=False,
+        )
+        seen.index_copy_(0, runs.rows, found)
 
     def _attend_around(self, ring: Ring, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """The same of this rank's rows, where ranks share sequences."""

@@ -12,14 +12,22 @@ from torch import Tensor, nn
 from penstock import ops
 from penstock.nn.attention import Attention
 from penstock.nn.grid import GridTower
-from penstock.nn.layer import DecoderLayer
+from penstock.nn.inputs import layer_inputs
+from penstock.nn.layer import DecoderLayer, Waiting
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
 from penstock.nn.mla import LatentAttention
 from penstock.nn.norm import Norm
 from penstock.nn.parameters import Loadable
 from penstock.nn.rope import RotaryTable
 from penstock.nn.shared import check_shareable, own_layers, row_worth
-from penstock.nn.spec import DecoderSpec, GridSpec, LayerSpec, RopeSpec, VisionSpec
+from penstock.nn.spec import (
+    DecoderSpec,
+    ExpertsSpec,
+    GridSpec,
+    LayerSpec,
+    RopeSpec,
+    VisionSpec,
+)
 from penstock.nn.vision import VisionTower
 from penstock.parallel import Part, Ranks, Ring, Stage
 from penstock.quant import Dense, Storage, WeightFormats
@@ -38,10 +46,22 @@ MATRICES = {
     "down": "mlp.down",
     "shared_up": "mlp.shared.up",
     "shared_down": "mlp.shared.down",
+    "narrow": "mlp.narrow",
+    "widen": "mlp.widen",
+    "input_gate": "own_input.gate",
+    "input_out": "own_input.out",
 }
 """Matrices that a layer may have, and which of its modules hold them."""
 OF_HEADS = "attention.heads"
 """The module of matrices that each head has of its own, which no format rounds."""
+
+
+def _of_all(experts: ExpertsSpec | None) -> list[str]:
+    """Of experts, those that every token meets."""
+    if experts is None:
+        return []
+    shared = ["shared_up", "shared_down"] if experts.shared else []
+    return shared + (["narrow", "widen"] if experts.latent else [])
 
 
 def matrices_of(spec: LayerSpec) -> dict[str, str]:
@@ -51,11 +71,13 @@ def matrices_of(spec: LayerSpec) -> dict[str, str]:
         names = ["q_down", "q_up", "kv"] if latent.query_rank else ["q", "kv"]
     if spec.attention.has_state:
         names = ["mixed"]
+    if spec.attention.is_absent:
+        return {name: MATRICES[name] for name in ("up", "down", *_of_all(experts))}
     if spec.attention.gated:
         names.append("gate")
     names += ["out", "up", "down"] if spec.mlp.intermediate else ["out"]
-    if experts is not None and experts.shared:
-        names += ["shared_up", "shared_down"]
+    names += _of_all(experts)
+    names += ["input_gate", "input_out"] if spec.input_dim else []
     return {name: MATRICES[name] for name in names}
 
 
@@ -174,12 +196,15 @@ class Decoder(nn.Module):
                 table = tables[rope]
             own = {name: formats.of(f"layers.{i}.{at}") for name, at in matrices_of(layer).items()}
             self.layers.append(
-                DecoderLayer(spec.hidden, layer, spec.norm, own, table, dtype, ranks)
+                DecoderLayer(spec.hidden, layer, spec.norm, own, table, dtype, ranks, i)
             )
         self.norm = Norm(spec.hidden, spec.norm, spec.logit_scale)
-        self.vision: VisionTower | GridTower | None = None
-        if spec.vision is not None:
-            self.vision = tower_of(spec.vision, dtype, self.head.weight_format.storage)
+        self.inputs = layer_inputs(spec, dtype, self.head.weight_format.storage)
+        self.vision = (
+            None
+            if spec.vision is None
+            else tower_of(spec.vision, dtype, self.head.weight_format.storage)
+        )
         self.kept: KeptStates | None = None
         self.placed: PlacedRows | None = None
         self.own = range(len(spec.layers))
@@ -246,10 +271,14 @@ class Decoder(nn.Module):
         kv: of the layers that compute.
         """
         residual = self._first_rows(step)
+        inputs = None if self.inputs is None else self.inputs(step.tokens, residual)
         own = self.layers[self.own.start : self.own.stop if layers is None else layers]
+        waiting: Waiting | None = None
         for number, (layer, cache) in enumerate(zip(own, kv, strict=True)):
             self._keep(residual, number)
-            layer(residual, step, cache)
+            reads = self.spec.layers[self.own.start + number].attention.reads
+            seen = cache if reads is None else kv[reads]  # no stages then (`check_shareable`)
+            waiting = layer(residual, step, seen, waiting, inputs)
             if self.placed is not None and number < len(self.placed.deep):
                 ops.add_(residual, ops.kept_rows(step.tokens, self.placed.deep[number]))
         self._keep(residual, len(kv))

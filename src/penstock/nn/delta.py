@@ -57,7 +57,8 @@ class DeltaAttention(nn.Module):
         self.conv = Convolution(sum(columns), spec.delta.width)
         self.rates = Rates(heads)
         self.shift = Vector(heads)
-        self.norm = Norm(spec.delta.value_dim, NormSpec("rms", norm.eps))
+        self.norm = Norm(spec.delta.value_dim, NormSpec("rms", spec.delta.norm_eps or norm.eps))
+        self.strength = spec.delta.strength
         self.out = Linear(spec.out_dim, hidden, spec.out_bias, formats["out"])
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
@@ -77,4 +78,5 @@ class DeltaAttention(nn.Module):
             step.kept,
             state,
             inputs,
+            self.strength,
         )

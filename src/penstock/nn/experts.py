@@ -14,7 +14,7 @@ from penstock.nn.linear import Linear
 from penstock.nn.mlp import Mlp
 from penstock.nn.norm import Norm, Scale
 from penstock.nn.parameters import Loadable, Packing, Vector, as_float32, room_for
-from penstock.nn.spec import ExpertsSpec, MlpSpec
+from penstock.nn.spec import ExpertsSpec, MlpSpec, NormSpec
 from penstock.ops import ACTIVATIONS
 from penstock.parallel import Part, Ranks
 from penstock.quant import Codes, Dense, Packed, WeightFormat
@@ -178,6 +178,17 @@ class _Divided:
         return cls(Part((up.own,), wide), Part((down.own,), hidden), arguments=columns)
 
 
+class _Apart(nn.Module):
+    """Norms of the stream for the router and the experts, and of what each of both blocks gives."""
+
+    def __init__(self, hidden: int, norm: NormSpec) -> None:
+        super().__init__()
+        self.router = Norm(hidden, norm, hidden**-0.5)
+        self.experts = Norm(hidden, norm)
+        self.experts_post = Norm(hidden, norm)
+        self.shared_post = Norm(hidden, norm)
+
+
 class Experts(nn.Module):
     """down[e](act(gate[e]) · up[e]), or down[e](act(up[e])) where not gated, of the experts that a
     token's router chooses, weighed.
@@ -195,9 +206,12 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         shared: Mlp | None = None,
         ranks: Ranks | None = None,
+        norm: NormSpec | None = None,
+        latent: tuple[WeightFormat, WeightFormat] | None = None,
     ) -> None:
         """dtype: of activations, and of the router, which no format rounds. ranks: share the
-        columns of all experts' matrices, or the experts.
+        columns of all experts' matrices, or the experts. norm: of those that are apart.
+        latent: formats of the matrices to the values that experts read, and from those they give.
         """
         super().__init__()
         self.spec = spec
@@ -210,23 +224,55 @@ class Experts(nn.Module):
         self.router = Linear(hidden, count, experts.router_bias, own, out_dtype=torch.float32)
         self.divided = _Divided.among(ranks, count, wide, hidden)
         by = self.divided
+        self.narrow: Linear | None = None
+        self.widen: Linear | None = None
+        inner = experts.latent or hidden
+        if latent is not None:
+            self.narrow = Linear(hidden, inner, False, latent[0])
+            self.widen = Linear(inner, hidden, False, latent[1])
         self.up = ExpertBank(
-            count, hidden, wide, biased, up, gated=spec.gated, part=by.up, own=by.own
+            count, inner, wide, biased, up, gated=spec.gated, part=by.up, own=by.own
         )
-        self.down = ExpertBank(count, wide, hidden, biased, down, part=by.down, own=by.own)
+        self.down = ExpertBank(count, wide, inner, biased, down, part=by.down, own=by.own)
         self.correction = Vector(count) if experts.correction else None
         self.shared = shared
         self.shared_gate = Vector(hidden) if experts.shared_gate else None
+        self.weighs = Vector(count) if experts.weighed else None
+        self.norms: _Apart | None = None
+        if experts.apart and norm is not None:
+            self.norms = _Apart(hidden, norm)
+        alone = experts.apart or experts.weighed or experts.latent
+        if alone and up.storage.name != "panels":
+            raise UnsupportedModelError(
+                "Experts with norms or weights of their own, or in a narrower space, are built for "
+                "CPUs only: choose device='cpu'."
+            )
 
     def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
         """All but the addition; adapters change what is shared, not experts."""
+        if self.norms is not None:
+            return self._begin_apart(self.norms, residual, norm, adapters)
         x = residual if norm is None else norm(residual)
-        y: Tensor = self(x)
+        y: Tensor
+        if self.narrow is not None and self.widen is not None:
+            y = self.widen(self(self.narrow(x, None, adapters), x), None, adapters)
+        else:
+            y = self(x)
         if self.shared is not None:
             h = self.shared.begin(x, None, adapters)
             if self.shared_gate is not None:
                 ops.gate_rows_(h, x, self.shared_gate.parameter("weight"))
             self.shared.end_(y, h, None, adapters)
+        return y
+
+    def _begin_apart(
+        self, norms: _Apart, residual: Tensor, norm: Norm | None, adapters: Tensor | None
+    ) -> Tensor:
+        """The same of a block each of whose parts reads the stream; norm: of what is shared."""
+        y: Tensor = norms.experts_post(self(norms.experts(residual), norms.router(residual)))
+        if self.shared is not None:
+            h = self.shared.begin(residual, norm, adapters)
+            self.shared.end_(y, h, norms.shared_post, adapters)
         return y
 
     def end_(
@@ -235,8 +281,8 @@ class Experts(nn.Module):
         """residual += y, in place."""
         ops.add_(residual, y if post_norm is None else post_norm(y))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, D] → [T, D], of those that are chosen."""
+    def forward(self, x: Tensor, asked: Tensor | None = None) -> Tensor:
+        """x [T, D] → [T, D], of those that are chosen; asked: what the router reads instead."""
         return ops.experts(
             x,
             self.router.packed["weight"],
@@ -260,4 +306,6 @@ class Experts(nn.Module):
             **self.divided.arguments,
             eps=self.experts.eps,
             gated=self.spec.gated,
+            asked=asked,
+            each=None if self.weighs is None else self.weighs.parameter("weight"),
         )

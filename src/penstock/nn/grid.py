@@ -2,7 +2,8 @@
 a table of positions is stretched over a picture.
 
 Source: Wang et al. 2024, arXiv:2409.12191 (Qwen2-VL); Bai et al. 2025, arXiv:2502.13923; Tschannen
-et al. 2025, arXiv:2502.14786 (SigLIP 2, of any shape).
+et al. 2025, arXiv:2502.14786 (SigLIP 2, of any shape); Agrawal et al. 2024, arXiv:2410.07073
+(Pixtral).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class GridTower(nn.Module):
             DecoderLayer(spec.hidden, layer, spec.norm, formats, self.table, dtype)
             for layer in spec.layers
         )
-        self.post_norm = Norm(spec.hidden, spec.norm)
+        self.pre_norm = Norm(spec.hidden, spec.norm) if spec.pre_norm else None
+        self.post_norm = Norm(spec.hidden, spec.last_norm or spec.norm)
         self.projector = Projector(spec.hidden, spec.projector, own)
         self.deep = nn.ModuleList(DeepProjector(spec, own) for _ in spec.deep)
 
@@ -86,6 +88,8 @@ class GridTower(nn.Module):
         if self.positions is not None:
             stretched = self._scaled if spec.by_area else self._stretched
             ops.add_(x, stretched(self.positions.parameter("weight"), places, pixels))
+        if self.pre_norm is not None:
+            x = self.pre_norm(x)
         if self.table is not None:
             self.table.turn(places, spec, pixels.device)
         lengths = [fold**2 * len(window) for window in windows]
@@ -197,7 +201,8 @@ class PictureTable(RotaryTable):
     def turn(self, places: Ints, spec: GridSpec, device: torch.device) -> None:
         """From here on row t of the table is that of the patch at places[t]."""
         quarter = spec.layers[0].attention.head_dim // 4
-        inverse = 1.0 / spec.theta ** (np.arange(quarter) / quarter)
+        between = np.array([[0.0], [0.5 * spec.in_turns]])  # of columns, beside rows
+        inverse = 1.0 / spec.theta ** ((np.arange(quarter) + between) / quarter)
         angles = places.astype(np.float32)[:, :, None] * inverse.astype(np.float32)
         angles = angles.reshape(len(places), -1).astype(np.float64)
         table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)

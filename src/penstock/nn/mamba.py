@@ -17,6 +17,10 @@ from penstock.nn.spec import AttentionSpec, MambaSpec, NormSpec
 from penstock.quant import Dense, WeightFormat
 from penstock.step import LayerCache, Step
 
+_NO_EPS = 2.0**100
+"""A norm with this epsilon, and its root for weights, gives what it is given, to the bit: where
+there is none. A family's rules give it weights of ones (`models.spec.Ones`)."""
+
 
 class MambaAttention(nn.Module):
     """norm, projections → convolution, states, gate, norm; `out` is the caller's last step.
@@ -30,10 +34,11 @@ class MambaAttention(nn.Module):
         hidden: int,
         spec: AttentionSpec,
         mamba: MambaSpec,
+        norm: NormSpec,
         formats: Mapping[str, WeightFormat],
         dtype: torch.dtype,
     ) -> None:
-        """dtype: of activations."""
+        """norm: of the rows it reads; dtype: of activations."""
         super().__init__()
         on_cpu(formats)
         turned, heads, bias = sum(spec.qkv_columns), spec.num_heads, spec.qkv_bias
@@ -44,7 +49,9 @@ class MambaAttention(nn.Module):
         self.rates = Rates(heads)
         self.shift = Vector(heads)
         self.skip = Vector(heads)
-        self.norm = Norm(spec.out_dim, NormSpec("rms", mamba.norm_eps))
+        eps, scale = (mamba.norm_eps, 1.0) if mamba.normed else (_NO_EPS, _NO_EPS**0.5)
+        self.norm = Norm(spec.out_dim, NormSpec("rms", eps), scale * mamba.out_scale)
+        self.step_norm = Norm(hidden, norm) if mamba.own_steps else None
         self.out = Linear(spec.out_dim, hidden, spec.out_bias, formats["out"])
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
@@ -52,7 +59,7 @@ class MambaAttention(nn.Module):
         state, inputs = cache
         return ops.mamba2(
             self.mixed(x, before, step.adapters),
-            self.gates(x, before, step.adapters),
+            self.gates(x, self.step_norm or before, step.adapters),
             self.conv.parameter("weight"),
             self.conv.parameter("bias") if self.conv.has_bias else None,
             self.rates.parameter("weight"),

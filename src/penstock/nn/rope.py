@@ -28,6 +28,9 @@ def inverse_frequencies(rope: RopeSpec, max_len: int) -> tuple[Floats, float]:
     """
     half = np.arange(0, rope.rotary_dim, 2, dtype=np.float64)
     base = rope.theta ** (half / rope.rotary_dim)
+    if rope.kind == "proportional":
+        moves = half < rope.moving_dim
+        return np.where(moves, 1.0 / (base * rope.factor), 0.0), 1.0
     if rope.kind == "linear":
         return 1.0 / (base * rope.factor), 1.0
     if rope.kind == "llama3":

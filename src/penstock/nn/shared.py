@@ -70,6 +70,17 @@ def check_shareable(spec: DecoderSpec, ranks: Ranks | Ring, max_len: int) -> Non
             "A model some of whose layers have states can't be divided among processes: "
             "leave tensor_parallel_size, pipeline_parallel_size and context_parallel_size out."
         )
+    if any(layer.attention.is_absent for layer in spec.layers):
+        raise UnsupportedModelError(
+            "A model some of whose layers don't attend can't be divided among processes: leave "
+            "tensor_parallel_size, pipeline_parallel_size and context_parallel_size out."
+        )
+    _check_own(spec)
+    if any(layer.mlp.experts and layer.mlp.experts.latent for layer in spec.layers):
+        raise UnsupportedModelError(
+            "A model whose experts work in a narrower space can't be divided among processes: "
+            "leave tensor_parallel_size, pipeline_parallel_size and context_parallel_size out."
+        )
     if isinstance(ranks, Ring):
         _check_ring(spec, ranks, max_len)
         return
@@ -81,6 +92,20 @@ def check_shareable(spec: DecoderSpec, ranks: Ranks | Ring, max_len: int) -> Non
         raise UnsupportedModelError(
             "A model that sees pictures can't be divided among processes: leave "
             "tensor_parallel_size and pipeline_parallel_size out."
+        )
+
+
+def _check_own(spec: DecoderSpec) -> None:
+    """Raises UnsupportedModelError for layers of a kind that ranks don't share."""
+    lacking = {
+        "values that are normed": any(x.attention.value_norm for x in spec.layers),
+        "keys that are values too": any(x.attention.keys_are_values for x in spec.layers),
+        "layers that read more than the stream": spec.reads_beside,
+    }
+    if found := [name for name, there in lacking.items() if there]:
+        raise UnsupportedModelError(
+            f"A model with {', '.join(found)} can't be divided among processes: leave "
+            "tensor_parallel_size, pipeline_parallel_size and context_parallel_size out."
         )
 
 

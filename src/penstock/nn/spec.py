@@ -25,7 +25,7 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     interleaved: bool = False
-    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -38,6 +38,7 @@ class RopeSpec:
     in_turns: bool = False  # of sections: one pair of each after another, not side by side
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
+    moving_dim: int = 0  # proportional: of rotary_dim, those whose angles aren't 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class DeltaSpec:
 
     value_dim: int  # of each head
     width: int  # inputs that the convolution before it sees
+    norm_eps: float = 0.0  # of the norm of what heads give; 0: as of other norms
+    strength: float = 1.0  # times the sigmoids that say how much is added
 
     def __post_init__(self) -> None:
         if self.value_dim % 16 or not 2 <= self.width <= 16:
@@ -73,6 +76,9 @@ class MambaSpec:
     width: int  # inputs that the convolution before it sees
     norm_eps: float
     conv_bias: bool = True
+    normed: bool = True  # what heads give; else it is gated only
+    own_steps: bool = False  # how far they go is of rows that have norm weights of their own
+    out_scale: float = 1.0  # of what heads give
 
     def __post_init__(self) -> None:
         if self.value_dim % 16 or not 2 <= self.width <= 16:
@@ -104,7 +110,7 @@ class AttentionSpec:
     With a latent, heads have keys of head_dim of which rope.rotary_dim are rotated, and the cache
     has one row for all of them. With a delta or mamba, num_heads are those of values, which
     num_kv_heads of queries and keys are shared by, and a sequence has a state in place of a cache;
-    with a conv too, which has no heads.
+    with a conv too, which has no heads. Without heads there is nothing (`NO_ATTENTION`).
     """
 
     num_heads: int
@@ -127,6 +133,19 @@ class AttentionSpec:
     delta: DeltaSpec | None = None
     mamba: MambaSpec | None = None
     conv: ConvSpec | None = None
+    keys_are_values: bool = False  # both are one product, before their norms and the rotation
+    value_norm: bool = False  # over one head, without weights
+    reads: int | None = None  # the earlier layer whose keys and values it reads; None: its own
+
+    @property
+    def parts(self) -> int:
+        """What is made for it: queries, and keys, and values (`ops.rotary_cache`)."""
+        return 1 if self.reads is not None else 2 if self.keys_are_values else 3
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the layer has a feed-forward block alone."""
+        return not self.num_heads
 
     @property
     def remembers(self) -> DeltaSpec | MambaSpec | None:
@@ -146,7 +165,7 @@ class AttentionSpec:
     @property
     def cached(self) -> tuple[int, int]:
         """Heads and dimensions that the cache has of a token."""
-        if self.has_state:
+        if self.has_state or self.reads is not None:
             return 0, 0
         if self.latent is None:
             return self.num_kv_heads, self.kept_dim
@@ -188,7 +207,14 @@ class AttentionSpec:
         if self.remembers is not None:
             values = self.num_heads * self.remembers.value_dim
             return keys * self.head_dim, keys * self.head_dim, values
-        return self.num_heads * self.head_dim, keys * self.head_dim, keys * self.kept_dim
+        made = (self.num_heads * self.head_dim, keys * self.head_dim, keys * self.kept_dim)
+        queries, keys, values = (n if i < self.parts else 0 for i, n in enumerate(made))
+        return queries, keys, values
+
+    @property
+    def asked_dim(self) -> int:
+        """Values that a query and what the cache has of a key are multiplied by."""
+        return self.latent.rank + self.turning if self.latent else self.kept_dim
 
     @property
     def seen_dim(self) -> int:
@@ -207,6 +233,10 @@ class AttentionSpec:
         return self.num_heads * (self.latent.value_dim if self.latent else self.kept_dim)
 
 
+NO_ATTENTION = AttentionSpec(0, 0, 0, 1.0, None)
+"""Of a layer that mixes no tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """How a router chooses among feed-forward blocks."""
@@ -223,6 +253,9 @@ class ExpertsSpec:
     eps: float = 1e-20  # beside a sum of sigmoids that are made to sum to 1
     shared: int = 0  # intermediate of a block that all tokens go through beside them; 0: none
     shared_gate: bool = False  # each token takes so much of it as its sigmoid says
+    latent: int = 0  # values that experts read and give, between two matrices of all; 0: hidden
+    apart: bool = False  # router, experts and what is shared have norms of their own, of the stream
+    weighed: bool = False  # each expert has a number that its weights are multiplied by
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +294,23 @@ class LayerSpec:
     parallel: bool = False  # both blocks read the layer's input (GPT-NeoX)
     one_norm: bool = False  # of parallel blocks: both read the same normed rows (Command-R)
     scaled: bool = False  # only towers' layers are
+    waits: bool = False  # what it gives is added once the next layer has read the same as it has
+    input_dim: int = 0  # values of its own input, which it takes at last (`InputsSpec`); 0: none
+    scalar: bool = False  # the stream behind it is multiplied by one learned number
 
     def __post_init__(self) -> None:
+        if self.waits and self.mlp.intermediate:
+            raise UnsupportedModelError(
+                "A layer waits for the next one, but has a feed-forward block, which reads what "
+                "it adds."
+            )
         if self.parallel and not self.mlp.intermediate:
             raise UnsupportedModelError(
                 "A layer's blocks are parallel, but it has no feed-forward block."
+            )
+        if self.attention.is_absent and (self.parallel or not self.mlp.intermediate):
+            raise UnsupportedModelError(
+                "A layer without attention has a feed-forward block, and none beside that."
             )
 
 
@@ -276,9 +321,15 @@ class ProjectorSpec:
     out: int  # the decoder's hidden size
     inner: int = 0  # between two matrices; 0: as `out`
     fold: int = 1  # so many rows and columns of patches become one row (pixel shuffle)
+    pools: bool = False  # as their mean, not side by side
+    merges: bool = False  # a matrix makes them as wide as one was
     bias: bool = False
     activation: Literal["none", "silu", "gelu", "gelu_tanh"] = "none"  # none: one matrix
     norm: NormSpec | None = None  # of what was folded
+
+    def width(self, hidden: int) -> int:
+        """Values of a row that was folded, and merged, of a tower's rows of `hidden`."""
+        return hidden if self.pools or self.merges else hidden * self.fold**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +347,7 @@ class VisionSpec:
     keeps_class: bool = False  # the decoder gets it too
     pre_norm: bool = False  # a norm before the first layer
     post_norm: bool = True  # one after the last
+    ends_lines: bool = False  # one more row, of the decoder's width, ends lines of pictures
     by_fractions: bool = False  # patches find their positions by fractions of a side, as rounded
 
     @property
@@ -330,11 +382,22 @@ class GridSpec:
     patch_bias: bool = False
     table_side: int = 0  # of a learned table of positions, stretched over a picture; 0: none
     by_area: bool = False  # it is scaled as a picture is, and not from corner to corner
+    in_turns: bool = False  # of all pairs' angles rows have every other one, columns those between
+    pre_norm: bool = False  # a norm before the first layer
+    last_norm: NormSpec | None = None  # after the last one; None: as the others
     deep: tuple[int, ...] = ()  # layers whose rows the decoder's first layers get as well
 
     def sees_all(self, layer: int) -> bool:
         """Whether a layer has no windows."""
         return not self.window or layer in self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class InputsSpec:
+    """What each layer has of a token beside the stream: values of a table, and of the embedding."""
+
+    dim: int  # of each layer
+    vocab_size: int  # rows of the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,3 +418,33 @@ class DecoderSpec:
     logit_scale: float = 1.0  # of the head's product, taken along by the norm before it
     reach: int = 0  # tokens that one sees at most, where that was chosen; 0: as layers say
     vision: VisionSpec | GridSpec | None = None  # what makes rows of pictures
+    inputs: InputsSpec | None = None
+
+    def __post_init__(self) -> None:
+        for i, layer in enumerate(self.layers):
+            self._check_reads(i, layer.attention)
+        if self.layers and self.layers[-1].waits:
+            raise UnsupportedModelError("The last layer waits for a next one, but there is none.")
+
+    def _check_reads(self, i: int, a: AttentionSpec) -> None:
+        """Raises UnsupportedModelError where a layer can't read the cache that it is to read."""
+        if a.reads is None:
+            return
+        source = self.layers[a.reads].attention if 0 <= a.reads < i else None
+        kept = None if source is None else source.cached
+        if source is None or kept != (a.num_kv_heads, a.kept_dim) or source.latent is not None:
+            raise UnsupportedModelError(
+                f"Layer {i} reads {a.num_kv_heads} heads of {a.kept_dim} values of layer "
+                f"{a.reads}, which isn't an earlier one with such keys and values."
+            )
+
+    @property
+    def reads_beside(self) -> bool:
+        """Whether any layer reads more than the stream: another's keys, or an input of its own."""
+        others = any(layer.attention.reads is not None for layer in self.layers)
+        return others or self.inputs is not None
+
+    @property
+    def depth(self) -> int:
+        """How many layers there are, of which two that read the same are one."""
+        return sum(not layer.waits for layer in self.layers)

@@ -44,6 +44,7 @@ class VisionTower(nn.Module):
         )
         self.post_norm = Norm(spec.hidden, spec.norm) if spec.post_norm else None
         self.projector = Projector(spec.hidden, spec.projector, own)
+        self.line_end = Embedding(1, spec.projector.out, dtype) if spec.ends_lines else None
 
     def blocks(self, pixels: Tensor, size: int) -> int:
         """Of `size` tokens, that `forward` needs of a cache."""
@@ -109,9 +110,11 @@ class Projector(nn.Module):
     def __init__(self, hidden: int, spec: ProjectorSpec, own: WeightFormat) -> None:
         super().__init__()
         self.spec = spec
-        self.norm = None if spec.norm is None else Norm(hidden * spec.fold**2, spec.norm)
+        wide = spec.width(hidden)
+        self.merge = Linear(hidden * spec.fold**2, hidden, False, own) if spec.merges else None
+        self.norm = None if spec.norm is None else Norm(wide, spec.norm)
         inner, two = spec.inner or spec.out, spec.activation != "none"
-        self.up = Linear(hidden * spec.fold**2, inner, spec.bias, own, activation=spec.activation)
+        self.up = Linear(wide, inner, spec.bias, own, activation=spec.activation)
         self.down = Linear(inner, spec.out, spec.bias, own) if two else None
 
     def forward(self, x: Tensor, side: int) -> Tensor:
@@ -119,10 +122,21 @@ class Projector(nn.Module):
         fold = self.spec.fold
         if fold > 1:
             few = side // fold
-            x = x.view(few, fold, few, fold, -1).transpose(1, 2).reshape(few**2, -1)
+            x = x.view(few, fold, few, fold, -1).transpose(1, 2).reshape(few**2, fold**2, -1)
+            x = _mean(x) if self.spec.pools else x.flatten(1)
         return self.of_folded(x)
 
     def of_folded(self, x: Tensor) -> Tensor:
-        """x [tokens, fold² · D] → [tokens, out]."""
+        """x [tokens, fold² · D], or its mean, → [tokens, out]."""
+        if self.merge is not None:
+            x = self.merge(x)
         y: Tensor = self.up(x if self.norm is None else self.norm(x))
         return y if self.down is None else self.down(y)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """x [n, k, D] → [n, D]: the mean of k, added in float32 one after another."""
+    total, *others = x.float().unbind(1)
+    for one in others:
+        total = total + one
+    return (total / x.shape[1]).to(x.dtype)

@@ -25,6 +25,7 @@ from penstock.ops.lora import lora_add_
 from penstock.ops.mamba2 import mamba2
 from penstock.ops.mask import mask_
 from penstock.ops.mla import head_linear, mla_attention, mla_cache, mla_query
+from penstock.ops.multiply import multiply_, scale_
 from penstock.ops.norm import layer_norm, rms_norm
 from penstock.ops.pack import pack
 from penstock.ops.quantize import quantize_int4, quantize_int8
@@ -84,6 +85,7 @@ __all__ = [
     "mla_attention",
     "mla_cache",
     "mla_query",
+    "multiply_",
     "op",
     "op_names",
     "pack",
@@ -100,6 +102,7 @@ __all__ = [
     "rotate",
     "route",
     "row_operator",
+    "scale_",
     "scaled_top_k",
     "short_conv",
     "softcap_",

@@ -97,7 +97,7 @@ def attend(
             scores[..., :sink_tokens] = torch.where(here, each, scores[..., :sink_tokens])
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
-    visible = seen <= at if causal else seen >= 0
+    visible = seen <= (at if causal else torch.full_like(at, seen.shape[1]))
     if window > 0:
         visible &= (seen > at - window) | (at < sink_tokens + window) | kept
     scores = scores.masked_fill(~visible, float("-inf"))
@@ -205,7 +205,7 @@ def paged_attention(
     [B, M] int32 as in `Step`. Sequence b's n queries stand at its last n positions and see what is
     not after them and, with window > 0, less than `window` before. softcap > 0: scores become
     cap · tanh(s / cap). sinks [H] float32: one more score per head that takes part in the softmax
-    and has no value. Without causal, queries see all of their sequence, whatever comes after them.
+    and has no value. Without causal, queries see all that comes after them in their sequence, too.
     Returns [T, H · D] in q.dtype.
 
     With sink_tokens n and a window w, queries see the first n tokens of their sequence beside the

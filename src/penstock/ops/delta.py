@@ -3,9 +3,9 @@
 A head's state S [Dk, Dv] holds values v under keys k. Each token lets some of it fade, reads what
 its key stands for, and puts its own value there:
     S ← α·S,   S ← S + k ⊗ β·(v − Sᵀk),   o = Sᵀq
-with α = exp(−A · softplus(a + shift)) and β = sigmoid(b), both of one head and token. q, k and v
-come through a short causal convolution and SiLU; q and k are made unit vectors, and q is divided
-by √Dk.
+with α = exp(−A · softplus(a + shift)) and β = strength · sigmoid(b), both of one head and token.
+q, k and v come through a short causal convolution and SiLU; q and k are made unit vectors, and q
+is divided by √Dk.
 
 What a sequence is at a token is its state and the last W − 1 inputs of the convolution. Both lie
 in numbered slots, N of them:
@@ -64,6 +64,7 @@ def _fake(
     kept: Tensor | None,
     state: Tensor,
     inputs: Tensor,
+    strength: float = 1.0,
 ) -> Tensor:
     return mixed.new_empty((mixed.shape[0], state.shape[1] * state.shape[2] * COLUMNS))
 
@@ -71,7 +72,7 @@ def _fake(
 @define_op(
     "delta_rule(Tensor mixed, Tensor gates, Tensor conv, Tensor rates, Tensor shift, Tensor norm, "
     "float eps, Tensor query_start, Tensor context_len, Tensor? states, Tensor? kept, "
-    "Tensor(a!) state, Tensor(b!) inputs) -> Tensor",
+    "Tensor(a!) state, Tensor(b!) inputs, float strength=1.0) -> Tensor",
     fake=_fake,
 )
 def delta_rule(
@@ -88,6 +89,7 @@ def delta_rule(
     kept: Tensor | None,
     state: Tensor,
     inputs: Tensor,
+    strength: float = 1.0,
 ) -> Tensor:
     """A ragged batch through the gated delta rule, from its projections to what `out` multiplies.
 
@@ -95,6 +97,8 @@ def delta_rule(
     strided. Hv is a multiple of Hk: value heads in turn share a key head. gates [T, 2·Hv] float32:
     a of each head, then b. conv [W, C] float32, C = 2·Hk·Dk + Hv·Dv, the weight of the latest input
     last; rates and shift [Hv] float32: A, and what is added to a; norm [Dv] float32.
+    strength: 1, or 2 where what a key stood for may be turned around (Grazzi et al. 2024,
+    arXiv:2411.12537).
     query_start and context_len as in `Step`; states [B] int32: the slot that a sequence goes on
     from, −1 at its beginning; kept [M, 2] int32, (t, slot) by rising t: where the state after row t
     goes. Without states every sequence begins with the step, and without kept nothing is kept. No
@@ -106,7 +110,7 @@ def delta_rule(
     """
     sizes = _sizes(mixed, state)
     out = mixed.new_empty((mixed.shape[0], sizes.heads * sizes.value_dim))
-    beta = gates[:, sizes.heads :].sigmoid()
+    beta = strength * gates[:, sizes.heads :].sigmoid()
     fade = (-rates * functional.softplus(gates[:, : sizes.heads] + shift)).exp()
     keeps = slots_by_row(kept)
     for first, last, slot in ragged(query_start, context_len, states):

@@ -49,6 +49,8 @@ def _fake(
     rank: int = 0,
     eps: float = 1e-20,
     gated: bool = True,
+    asked: Tensor | None = None,
+    each: Tensor | None = None,
 ) -> Tensor:
     columns = out_features if down_bounds is None else int(down_bounds[-1])
     return x.new_empty((x.shape[0], columns))
@@ -63,7 +65,7 @@ def _fake(
     "int down_levels=0, Tensor? correction=None, bool sigmoid=False, int groups=1, "
     "int top_groups=1, float scale=1.0, Tensor(a!)? meeting=None, Tensor? up_bounds=None, "
     "Tensor? down_bounds=None, Tensor? expert_bounds=None, int rank=0, "
-    "float eps=1e-20, bool gated=True) -> Tensor",
+    "float eps=1e-20, bool gated=True, Tensor? asked=None, Tensor? each=None) -> Tensor",
     fake=_fake,
 )
 def experts(
@@ -103,6 +105,8 @@ def experts(
     rank: int = 0,
     eps: float = 1e-20,
     gated: bool = True,
+    asked: Tensor | None = None,
+    each: Tensor | None = None,
 ) -> Tensor:
     """out[t] = Σⱼ w[t, j] · down[e] · (act(gate[e] · x[t]) ∘ (up[e] · x[t])), e = chosen[t, j].
 
@@ -110,7 +114,8 @@ def experts(
     above up, [2·I, K], and down [N, I] of E experts, each tensor of a format with E first (`ops.
     grouped_linear`); biases float32 [E], [E, 2·I] and [E, N]. Returns [T, N] in x.dtype.
     The k experts of a token and their weights w are `route`'s of the router's products in float32,
-    chosen and weighed as its last arguments say.
+    chosen and weighed as its last arguments say. asked: rows of x.dtype that the
+    router reads in x's place; they may have another width.
     What lies between two products is rounded to x.dtype; the sum is taken in float32, in the order
     of j, and rounded once. A token's bits depend on no other token. gated=False: up is [I, K] of
     each, and act(up[e] · x[t]) lies between.
@@ -126,9 +131,10 @@ def experts(
     Source: Shazeer et al. 2017, arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088 (Mixtral).
     """
     count = up.shape[0] if expert_bounds is None else int(expert_bounds[-1])
-    logits = linear(x, router, None, None, router_bias, count, out_dtype=torch.float32)
+    read = x if asked is None else asked
+    logits = linear(read, router, None, None, router_bias, count, out_dtype=torch.float32)
     weights, chosen = route(
-        logits, k, normalize, correction, sigmoid, groups, top_groups, scale, eps
+        logits, k, normalize, correction, sigmoid, groups, top_groups, scale, eps, each
     )
     rows, starts, places = sort_tokens(chosen, count)
     ends = starts

@@ -14,8 +14,9 @@ def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm`'s reference, for those that begin with it."""
-    xf = x.float()
-    return (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    xf = x.float().unflatten(-1, (-1, weight.shape[0]))
+    y: Tensor = xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return y.view(x.shape).to(x.dtype)
 
 
 @define_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", fake=_fake)
@@ -23,7 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to unit root-mean-square.
 
     x [T, D] any float, rows may be strided; weight [D] float32; returns [T, D] in x.dtype.
-    y = x / sqrt(mean(x²) + eps) · weight, in float32, rounded once.
+    y = x / sqrt(mean(x²) + eps) · weight, in float32, rounded once. Of contiguous rows [T, G · D]
+    each of the G groups is a row of its own (on a CPU).
     Cost: 2·T·D·itemsize bytes moved (+ weight); memory-bound.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """

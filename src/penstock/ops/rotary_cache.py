@@ -107,8 +107,10 @@ def _fake(
     copies: Tensor | None = None,
     sink_reach: int = 0,
     bases: Tensor | None = None,
+    norm_values: bool = False,
+    parts: int = 3,
 ) -> Tensor:
-    whole = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
+    whole = qkv.shape[1] // (heads + (parts - 1) * key_cache.shape[1])
     dim = whole if bases is None else bases.shape[3]
     return qkv.new_empty((qkv.shape[0], heads * (2 if sink_reach else 1), dim))
 
@@ -119,7 +121,8 @@ def _fake(
     "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scale=None, "
     "Tensor(d!)? value_scale=None, Tensor(e!)? recent_keys=None, Tensor(f!)? recent_values=None, "
     "Tensor? recent_slots=None, Tensor? recent_window=None, *, "
-    "Tensor? copies=None, int sink_reach=0, Tensor? bases=None) -> Tensor",
+    "Tensor? copies=None, int sink_reach=0, Tensor? bases=None, bool norm_values=False, "
+    "int parts=3) -> Tensor",
     fake=_fake,
 )
 def rotary_cache(
@@ -144,6 +147,8 @@ def rotary_cache(
     copies: Tensor | None = None,
     sink_reach: int = 0,
     bases: Tensor | None = None,
+    norm_values: bool = False,
+    parts: int = 3,
 ) -> Tensor:
     """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
 
@@ -161,12 +166,15 @@ def rotary_cache(
     once rotated, bases[0]ᵀ·q and bases[1]ᵀ·k of R dimensions, in float32, D in order. Heads of v
     have R too, so that qkv is [T, (H + Hkv) · D + Hkv · R], and so have the caches and what is
     returned.
+
+    norm_values: heads of v are normalised, without weights. parts: 3; 2 where qkv has no v, which
+    is k before its norm and rotation; 1 where it has q alone: nothing is written.
     Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     dtype, kv_heads = qkv.dtype, key_cache.shape[1]
-    dim = qkv.shape[1] // (heads + 2 * kv_heads) if bases is None else bases.shape[2]
-    sizes = heads * dim, kv_heads * dim
-    q, k, v = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), dim=1)
+    dim = qkv.shape[1] // (heads + (parts - 1) * kv_heads) if bases is None else bases.shape[2]
+    sizes = (heads * dim, *[kv_heads * dim] * (parts - 1))[:2]
+    q, *written = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), dim=1)
     q = _norm(q.unflatten(1, (heads, dim)).float(), q_norm, eps)
     turned = _weighed(rotate(q, cos_sin, positions, interleaved), q_norm)
     q_out = in_basis(turned, bases, 0).to(dtype)
@@ -174,10 +182,15 @@ def rotary_cache(
         nearer = rotate(q, cos_sin, positions.clamp(max=sink_reach - 1), interleaved)
         nearer = _weighed(nearer, q_norm)
         q_out = torch.cat((q_out, in_basis(nearer, bases, 0).to(dtype)), dim=1)
+    if parts == 1:
+        return q_out
+    k, v = written[0], written[parts - 2]
+    v = v.unflatten(1, (kv_heads, -1))
+    if norm_values:
+        v = _norm(v.float(), v.new_ones(v.shape[-1], dtype=torch.float32), eps).to(dtype)
     k = _norm(k.unflatten(1, (kv_heads, dim)).float(), k_norm, eps)
     turned = _weighed(rotate(k, cos_sin, positions, interleaved), k_norm)
     k_out = in_basis(turned, bases, 1).to(dtype)
-    v = v.unflatten(1, (kv_heads, -1))
 
     if copies is not None:
         again, more = copies.long().unbind(1)

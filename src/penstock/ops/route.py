@@ -41,6 +41,7 @@ def _fake(
     top_groups: int = 1,
     scale: float = 1.0,
     eps: float = 1e-20,
+    each: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
@@ -58,7 +59,7 @@ def _of_best_groups(wish: Tensor, groups: int, top_groups: int, pair: bool) -> T
 
 @define_op(
     "route(Tensor logits, int k, bool normalize, Tensor? correction=None, bool sigmoid=False, "
-    "int groups=1, int top_groups=1, float scale=1.0, float eps=1e-20) "
+    "int groups=1, int top_groups=1, float scale=1.0, float eps=1e-20, Tensor? each=None) "
     "-> (Tensor weights, Tensor experts)",
     fake=_fake,
 )
@@ -72,6 +73,7 @@ def route(
     top_groups: int = 1,
     scale: float = 1.0,
     eps: float = 1e-20,
+    each: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k experts that each token wants most, and their weights.
 
@@ -83,7 +85,7 @@ def route(
     with a correction the largest sum of two.
     normalize: weights are the shares of the k divided by their sum. Of a softmax that is the
     softmax of the k logits alone (Mixtral; Qwen's norm_topk_prob); eps is added to a sum of
-    sigmoids. scale: multiplies them last.
+    sigmoids. scale: multiplies them last, and each [E] float32 those of every expert.
     Raises RuntimeError for a k beyond 1 to E, or more than the groups hold.
     Cost: T·E·itemsize bytes read; in cache.
     Source: top k before softmax: Shazeer et al. 2017, arXiv:1701.06538, Jiang et al. 2024,
@@ -102,7 +104,10 @@ def route(
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
     elif normalize:
         weights = x.gather(1, experts).softmax(-1)
-    return (weights * scale).contiguous(), experts.to(torch.int32)
+    weights = weights * scale
+    if each is not None:
+        weights = weights * each[experts]
+    return weights.contiguous(), experts.to(torch.int32)
 
 
 def check_experts(experts: Tensor, num_experts: int) -> None:

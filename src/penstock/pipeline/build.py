@@ -23,12 +23,13 @@ import torch
 
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig, SchedulerConfig
-from penstock.errors import ConfigError, EngineFolderError
+from penstock.errors import ConfigError, EngineFolderError, listed
 from penstock.hardware import cache_folder
 from penstock.kernels import interpreting, native
 from penstock.models.exported import MANIFEST as EXPORTED
 from penstock.models.exported import read_exported, sha256, verify_exported
 from penstock.models.files import copy_settings
+from penstock.models.gguf.seeing import projector_beside
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.models.registry import check_blind
@@ -92,6 +93,7 @@ class BuildOptions:
     force: bool = False  # replace an engine that is there
     passes: tuple[str, ...] | None = None  # over the graph; None: all
     timing_cache: bool = True  # replay what an earlier build has measured
+    mmproj: str | Path | bool | None = None  # as `ModelConfig` has it
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -142,6 +144,7 @@ class BuildOptions:
             kv_cache_dtype=self.kv_cache_dtype,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.steps[2],
+            mmproj=self.mmproj,
         )
 
     def of_export(self, source: Path) -> BuildOptions:
@@ -178,10 +181,12 @@ class BuildOptions:
             ("--profile", self.profile and ",".join(map(str, self.profile)), None),
             ("--device", self.device, "cpu"),
             ("--forward", self.forward, "program"),
+            ("--mmproj", self.mmproj or None, None),
             ("--passes", None if self.passes is None else ",".join(self.passes) or "none", None),
         ):
             if value != default:
                 words += [name, str(value)]
+        words += ["--no-mmproj"] if self.mmproj is False else []
         return shlex.join([*words, "--force"])
 
 
@@ -202,11 +207,12 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     if (source / EXPORTED).exists():
         verify_exported(source)
     check_apart(source, options.output)
+    through = projector_beside(source, options.mmproj)
     if options.forward == "package":
-        check_blind(source, "a compiled package")
+        check_blind(source, "a compiled package", through)
     options = options.of_export(source)
     with new_folder(options.output, force=options.force, own_files=own_files) as partial:
-        return _Build(options, source, partial, progress or (lambda *_: None)).run()
+        return _Build(options, source, partial, progress or (lambda *_: None), through).run()
 
 
 @dataclass(slots=True)
@@ -215,6 +221,7 @@ class _Build:
     source: Path
     folder: Path
     progress: Progress
+    mmproj: Path | None = None  # that a model in GGUF sees through
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
@@ -253,6 +260,7 @@ class _Build:
                 dtype=options.dtype,
                 max_model_len=options.max_model_len,
                 quantization=options.quantization,
+                mmproj=self.mmproj,
                 progress=lambda done, total: self.progress("pack", done, total),
                 stored=weights.take,
                 storage=options.target.storage(),
@@ -274,7 +282,7 @@ class _Build:
         if unknown:
             raise EngineFolderError(
                 f"This model's step reads {len(unknown)} tensors that aren't parameters "
-                f"({', '.join(unknown[:3])}), so no engine can hold them. Run it unbuilt."
+                f"({listed(unknown)}), so no engine can hold them. Run it unbuilt."
             )
         _write(self.folder / PLAN, {"step": plan.as_dict(), "hidden": hidden_plan.as_dict()})
         self.progress("plan", 2, 2)
@@ -297,7 +305,7 @@ class _Build:
         self.progress("compile", 1, 1)
 
     def _copy_files(self) -> None:
-        copy_settings(self.source, self.folder, but=_NOT_COPIED)
+        copy_settings(self.source, self.folder, but=_NOT_COPIED, mmproj=self.mmproj)
 
     def _manifest(
         self, loaded: LoadedModel, limits: Limits, index: Mapping[str, Any]

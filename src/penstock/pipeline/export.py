@@ -25,6 +25,7 @@ from penstock.models.hub import EMBEDDED, resolve
 from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.registry import check_blind, read_spec
 from penstock.models.sources import stored_quantization
+from penstock.pipeline.card import note_in_card
 from penstock.pipeline.graph import Graph, export_graph
 from penstock.pipeline.new_folder import check_apart, named, new_folder
 from penstock.pipeline.new_weights import NewWeights, Progress
@@ -79,10 +80,12 @@ def export_model(
     changes.check(source)
     settings = _settings(source, kv_cache_dtype, max_model_len)
     engine = EngineConfig.of(model=model, kv_cache_dtype=settings["kv_cache_dtype"])
+    origin = str(model) if isinstance(model, str) and _is_name(model) else source.name
     work = named(output).with_name(named(output).name + WORK)
     with new_folder(output, force=force, own_files=_own_files) as folder:
         try:
             chosen = changes.write(source, folder, work, report)
+            note_in_card(folder, origin, chosen)
             report("graph", 0, 0)
             loaded = load_model(folder, max_model_len=settings["max_model_len"])
             for name, tensor in loaded.model.named_parameters():
@@ -110,7 +113,7 @@ def export_model(
             },
             files=_files(folder),
             made_by={"penstock": fingerprint().penstock, "torch": torch.__version__},
-            source=str(model) if isinstance(model, str) and _is_name(model) else source.name,
+            source=origin,
         )
         text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

@@ -26,7 +26,8 @@ def foldable(layer: LayerSpec) -> list[str]:
     own_norms = layer.pre_norm and not layer.one_norm
     if own_norms:
         found.append("attention.qkv")
-    found.append("attention.out")
+    if not layer.attention.value_norm:  # which takes scales away
+        found.append("attention.out")
     if own_norms and layer.mlp.intermediate:
         found.append("mlp.up")
     if layer.mlp.gated:  # else an activation stands between

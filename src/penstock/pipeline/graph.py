@@ -35,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
+from penstock.cache import any_part
 from penstock.errors import ConfigError
 from penstock.pipeline.nodes import operator
 from penstock.pipeline.plain import to_plain
@@ -160,7 +161,7 @@ def export_graph(decoder: nn.Module, kv: KV) -> Graph:
     kv: two blocks or more; nothing of it is read or written, nor does `decoder` change.
     Raises KernelError when the decoder calls something that isn't one of Penstock's operators.
     """
-    if kv[0][0].shape[0] < 2:
+    if any_part(kv).shape[0] < 2:
         raise ConfigError("A graph is exported over a cache of two blocks or more, not of one.")
     compile_counter.note("export")
     stencil = _Stencil(decoder)
@@ -275,7 +276,7 @@ def trace(
 
 def _is_state(parts: LayerCache) -> bool:
     """Whether these are a layer's states: parts of blocks have six dimensions, or four."""
-    return parts[0].dim() == 5
+    return bool(parts) and parts[0].dim() == 5
 
 
 def _fixed(part: Tensor) -> bool:

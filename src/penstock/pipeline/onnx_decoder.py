@@ -30,7 +30,13 @@ def check_expressible(decoder: Decoder) -> None:
         lacking = {
             "attends over latents": a.latent is not None,
             "has a state": a.has_state,
+            "has no attention": a.is_absent,
             "has gated attention": a.gated,
+            "norms its values": a.value_norm,
+            "reads another layer's keys and values": a.parts < 3,
+            "has an input of its own, or a number that it multiplies by": (
+                layer.input_dim > 0 or layer.scalar
+            ),
             f"keeps keys and values in {a.kv_rank} dimensions (kv_rank)": bool(a.kv_rank),
             "has experts": layer.mlp.experts is not None,
             "has no feed-forward block": not layer.mlp.intermediate,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
+from penstock.errors import ConfigError, UnsupportedModelError, WeightsError, listed
 from penstock.models.checkpoint import Source
 from penstock.models.finite import check_finite
 from penstock.models.registry import spec_of
-from penstock.models.spec import ModelSpec
+from penstock.models.spec import ModelSpec, Ones
 from penstock.models.weights import plan_weights
 from penstock.nn.decoder import has_latents, has_states, layer_matrices, stored_in
 from penstock.quant import Codes, Scheme
@@ -54,7 +54,7 @@ class Parts:
         if unknown:
             raise WeightsError(
                 f"{len(unknown)} tensors in {source.path} have no place in {spec.family!r}: "
-                f"{', '.join(unknown[:5])}."
+                f"{listed(unknown)}."
             )
         matrices = {f"{module}.{of}" for module in _modules(spec) for of in ("weight", "bias")}
         moved = [t for t, p in plans.items() if t in matrices and p.rule.transform]
@@ -67,7 +67,7 @@ class Parts:
             )
         missing = [t for t, plan in plans.items() if None in plan.parts]
         if missing:
-            raise WeightsError(f"{source.path} lacks a part of {', '.join(missing[:5])}.")
+            raise WeightsError(f"{source.path} lacks a part of {listed(missing)}.")
         names = {t: tuple(p for p in plan.parts if p is not None) for t, plan in plans.items()}
         return Parts(source, spec, names)
 
@@ -81,15 +81,28 @@ class Parts:
         return [*_modules(self.spec), "head"]
 
     def check_dense(self, what: str) -> None:
-        """Raises UnsupportedModelError where layers have experts, latents, states; what: `GPTQ`."""
+        """Raises UnsupportedModelError where layers have experts, latents, states, or norms without
+        weights; what: `GPTQ`.
+        """
         if has_states(self.spec.decoder.layers):
             raise UnsupportedModelError(
                 f"{self.spec.family!r} has layers with states, which {what} isn't built for. "
                 "Round to nearest: --quant without --calib."
             )
+        if self.spec.decoder.reads_beside:
+            raise UnsupportedModelError(
+                f"{self.spec.family!r} has layers that read other layers' keys and values, or "
+                f"inputs of their own, which {what} isn't built for. Round to nearest: --quant "
+                "without --calib."
+            )
         if has_latents(self.spec.decoder.layers):
             raise UnsupportedModelError(
                 f"{self.spec.family!r} attends over latents (MLA), which {what} isn't built for. "
+                "Round to nearest: --quant without --calib."
+            )
+        if self.has_plain_norms:
+            raise UnsupportedModelError(
+                f"{self.spec.family!r} has norms without weights, which {what} isn't built for. "
                 "Round to nearest: --quant without --calib."
             )
         if any(layer.mlp.experts is not None for layer in self.spec.decoder.layers):
@@ -97,6 +110,11 @@ class Parts:
                 f"{self.spec.family!r} has experts, which {what} isn't built for: each sees only "
                 "the tokens that chose it. Round to nearest: --quant without --calib."
             )
+
+    @property
+    def has_plain_norms(self) -> bool:
+        """Whether norms have no weights."""
+        return any(isinstance(rule, Ones) for rule in self.spec.rules)
 
     def head(self) -> tuple[str, ...]:
         """The tensor that is the output head; of a tied one the embedding, wherever it lies."""

@@ -247,6 +247,9 @@ def check_trainable(spec: DecoderSpec, family: str) -> None:
         lacking["experts"] = layer.mlp.experts is not None
         lacking["latents"] = a.latent is not None
         lacking["layers with states"] = a.has_state
+        lacking["normed values"] = a.value_norm
+        lacking["layers that read more than the stream"] = spec.reads_beside or layer.scalar
+        lacking["layers without attention"] = a.is_absent
         lacking["feed-forwards without a gate"] = not layer.mlp.gated
         lacking["sliding windows"] = bool(a.window)
         lacking["long rope"] = a.rope is not None and a.rope.kind == "longrope"

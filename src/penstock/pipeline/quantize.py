@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, listed
 from penstock.models.checkpoint import Source
 from penstock.models.registry import check_blind
 from penstock.models.sources import open_source
@@ -78,7 +78,7 @@ def quantize_model(
     unknown = sorted(set(config.special) - set(schemes))
     if unknown:
         raise ConfigError(
-            f"special names {', '.join(unknown[:5])}, but the matrices of this model are "
+            f"special names {listed(unknown)}, but the matrices of this model are "
             f"layers.0.attention.qkv … {list(schemes)[-2]} and head."
         )
     parts.check_groups(schemes, config.whole_groups)

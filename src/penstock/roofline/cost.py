@@ -27,11 +27,12 @@ from penstock.roofline.tower import TowerCost
 OPS = (
     "embedding", "norm", "qkv", "gate", "mixed", "q", "q_down", "q_up", "kv", "gates", "delta",
     "mamba", "conv", "rotary", "heads", "attention", "out",
-    "up", "down", "experts", "shared_up", "shared_down", "head", "softcap",
+    "up", "down", "narrow", "experts", "widen", "shared_up", "shared_down", "projection",
+    "input_gate", "input_out", "head", "softcap",
 )  # fmt: skip
 """The rows, in the order in which a step first meets them. `rotary` writes the cache; `heads` are
 products of each head's own matrix, between queries, latents and values; `delta`, `mamba` and `conv`
-read and write states, `gates` say how much of them fades."""
+read and write states, `gates` say how much of them fades; `projection` makes layers' inputs."""
 
 _NORM_FLOPS = {"rms": 4, "layer": 7}  # an element: square, sum, scale, weight; mean, shift, bias
 _ROTATION_FLOPS = 3  # an element: two products and their sum
@@ -79,8 +80,12 @@ def matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
         down = a.latent.query_rank
         shapes |= {"q_down": (down, hidden), "q_up": (q, down), "kv": (a.cached[1], hidden)}
     if m.experts is not None:
-        shared = m.experts.shared
+        shared, inner = m.experts.shared, m.experts.latent or hidden
         shapes |= {"shared_up": (shared * halves, hidden), "shared_down": (hidden, shared)}
+        shapes |= {"up": (m.intermediate * halves, inner), "down": (inner, m.intermediate)}
+        shapes |= {"narrow": (inner, hidden), "widen": (hidden, inner)}
+    if layer.input_dim:
+        shapes |= {"input_gate": (layer.input_dim, hidden), "input_out": (hidden, layer.input_dim)}
     return {name: shapes[name] for name in matrices_of(layer)}
 
 
@@ -104,7 +109,7 @@ def _pair_flops(a: AttentionSpec) -> int:
     """Products of a query and a key of all heads, and of what it weighs of a value."""
     if a.has_state:
         return 0
-    return 2 * a.num_heads * (a.cached[1] + a.seen_dim)
+    return 2 * a.num_heads * (a.asked_dim + a.seen_dim)
 
 
 def pairs(count: int, context: int, window: int) -> int:
@@ -180,6 +185,7 @@ class CostModel:
                 found.layer_bytes += 4 * spec.hidden * experts.shared_gate
                 self._of_dense(found, 1, experts.count, spec.hidden)
             a, token = layer.attention, self.layout.bytes_per_token(i)
+            read, recent_read = self._read_bytes(i)
             if a.remembers is not None:
                 self._of_dense(found, 1, _gates(a), spec.hidden)
             if a.has_state:
@@ -187,8 +193,8 @@ class CostModel:
             recent = self.layout.recent_bytes_per_token(i)
             found.written_bytes += token + recent
             span = found.spans.setdefault((a.window, a.sink_tokens), _Span())
-            span.read_bytes += token
-            span.recent_bytes += recent
+            span.read_bytes += read
+            span.recent_bytes += recent_read
             span.pair_flops += _pair_flops(a)
         found.head_bytes = formats.of("head").nbytes(spec.vocab_size, spec.hidden)
         found.head_flops = 2 * spec.vocab_size * spec.hidden
@@ -198,7 +204,17 @@ class CostModel:
             found.tied_row_bytes = found.head_bytes // spec.vocab_size
         else:
             found.row_bytes += row
+        if spec.inputs is not None:
+            wide = len(spec.layers) * spec.inputs.dim
+            found.row_bytes += wide * self.itemsize
+            self._of_dense(found, 1, wide, spec.hidden)
         return found
+
+    def _read_bytes(self, layer: int) -> tuple[int, int]:
+        """Of one visible token, and of a recent one, in the cache that a layer reads."""
+        reads = self.spec.layers[layer].attention.reads
+        at = layer if reads is None else reads
+        return self.layout.bytes_per_token(at), self.layout.recent_bytes_per_token(at)
 
     def _of_dense(self, found: _Coefficients, count: int, n: int, k: int) -> None:
         """So many matrices that no format rounds."""
@@ -303,6 +319,8 @@ class CostModel:
                 self._multiply(rows[name], stored, tokens, n, k, out * self.itemsize)
             if layer.mlp.experts is not None:
                 self._mix(rows["experts"], i, layer, layer.mlp.experts, size)
+            if layer.attention.is_absent:
+                continue
             if layer.attention.conv is not None:
                 self._convolve(rows["conv"], layer.attention, size, i)
                 continue
@@ -316,6 +334,7 @@ class CostModel:
             self._rotate(rows["rotary"], layer.attention, tokens, i)
             self._attend(rows["attention"], layer.attention, size, i)
         self._normalize(rows["norm"], tokens, size.sampled)
+        self._take_inputs(rows, tokens)
         if size.sampled:
             self._multiply(
                 rows["head"],
@@ -337,6 +356,25 @@ class CostModel:
         flops = elements * (self.spec.embed_scale != 1.0)
         row.add(1 + learned, elements * self.itemsize * (1 + learned), flops, rows * tokens)
         row.add(1, 2 * sampled * self.spec.hidden * self.itemsize)  # the rows that the head takes
+
+    def _take_inputs(self, rows: Mapping[str, OpCost], tokens: int) -> None:
+        """What makes layers' inputs; a layer multiplies by its own, and perhaps by a number."""
+        spec, a_byte = self.spec, self.itemsize
+        for layer in spec.layers:
+            moved, flops = 3 * layer.input_dim, layer.input_dim
+            rows["input_gate"].add(layer.input_dim > 0, tokens * moved * a_byte, tokens * flops)
+            if layer.input_dim:  # a norm and an addition, as behind the layer's blocks
+                each = _NORM_FLOPS[spec.norm.kind] + 1
+                rows["norm"].add(2, 5 * tokens * spec.hidden * a_byte, each * tokens * spec.hidden)
+            if layer.scalar:
+                rows["norm"].add(1, 2 * tokens * spec.hidden * a_byte, tokens * spec.hidden)
+        if spec.inputs is None:
+            return
+        wide = len(spec.layers) * spec.inputs.dim
+        self._multiply(rows["projection"], self.dense, tokens, wide, spec.hidden, wide * a_byte)
+        rows["embedding"].add(1, tokens * wide * a_byte, tokens * wide)
+        moved, flops = 2 + 3, _NORM_FLOPS["rms"] + 1
+        rows["norm"].add(2, moved * tokens * wide * a_byte, flops * tokens * wide)
 
     def _multiply(
         self, row: OpCost, stored: WeightFormat, tokens: int, n: int, k: int, out_bytes: int
@@ -400,7 +438,7 @@ class CostModel:
             heads, values = 1, 2 * a.cached[1]
             flops = _ROTATION_FLOPS * a.turning + _NORM_FLOPS["rms"] * a.latent.rank
         else:
-            heads = a.num_heads + a.num_kv_heads
+            heads = a.num_heads + a.num_kv_heads * (a.parts > 1)
             values = heads * (a.head_dim + a.kept_dim)
             flops = _ROTATION_FLOPS * heads * a.turning
             if a.kv_rank:
@@ -416,14 +454,14 @@ class CostModel:
 
     def _attend(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
         seen, read = self._seen(size, a.window, a.sink_tokens)
-        both = a.num_heads * (a.cached[1] + a.seen_dim)
+        both = a.num_heads * (a.asked_dim + a.seen_dim)
         row.multiply(self.attention_compute, _pair_flops(a) * seen)
         row.add(1, size.tokens * both * self.itemsize)
-        recent_bytes = self.layout.recent_bytes_per_token(layer)
+        token_bytes, recent_bytes = self._read_bytes(layer)
         if recent_bytes:
             read, recent = self._split(size, a.window)
             row.kv_bytes += recent * recent_bytes
-        row.kv_bytes += read * self.layout.bytes_per_token(layer)
+        row.kv_bytes += read * token_bytes
 
     def _normalize(self, row: OpCost, tokens: int, sampled: int) -> None:
         """Norms and residual adds that no matrix takes along: it does an RMS norm before it, and
@@ -437,9 +475,12 @@ class CostModel:
 
         for layer in self.spec.layers:
             mixes = layer.mlp.experts is not None  # its operator takes no norm and adds to nothing
-            blocks = 2 if layer.mlp.intermediate else 1
+            blocks = bool(layer.mlp.intermediate) + (not layer.attention.is_absent)
             before = 1 if layer.one_norm else blocks * apart  # one that two blocks read
             norms = before * layer.pre_norm + blocks * layer.post_norm  # stands apart
+            if mixes and layer.mlp.experts is not None and layer.mlp.experts.apart:
+                norms += 3  # the router's, and after both blocks
+                row.add(1, 3 * tokens * hidden * a_byte, tokens * hidden)
             for _ in range(norms + (mixes and layer.pre_norm and not apart)):
                 norm(tokens * hidden)
             if mixes and not layer.post_norm:

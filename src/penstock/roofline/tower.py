@@ -65,7 +65,9 @@ def _layer(
 
 def _projector(dense: Dense, spec: ProjectorSpec, hidden: int, tokens: int) -> TowerCost:
     inner = spec.inner or spec.out
-    found = _product(dense, tokens, inner, hidden * spec.fold**2)
+    found = _product(dense, tokens, inner, spec.width(hidden))
+    if spec.merges:
+        found.add(_product(dense, tokens, hidden, hidden * spec.fold**2))
     if spec.activation != "none":
         found.add(_product(dense, tokens, spec.out, inner))
     return found

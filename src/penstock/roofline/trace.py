@@ -31,6 +31,8 @@ _ROWS = (
     ("embedding", "embedding"),
     ("norm", "norm"),
     ("add_", "norm"),  # to the residual, after a norm
+    ("scale_", "norm"),
+    ("multiply_", "input_gate"),
     ("rotary", "rotary"),
     ("mla_cache", "rotary"),
     ("gate_rows_", "experts"),

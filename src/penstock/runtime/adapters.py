@@ -373,8 +373,12 @@ class Adapters:
 
 
 def _rows(place: _Place, plan: WeightPlan) -> tuple[int, ...]:
-    """How many rows each part of a plan has; one that is stored whole has all."""
-    return place.rows if isinstance(plan.rule, Stack) else (sum(place.rows),)
+    """How many rows each part of a plan has; what a family has in fewer parts has more in the
+    first, and one that is stored whole all.
+    """
+    parts = len(plan.parts) if isinstance(plan.rule, Stack) else 1
+    first = max(len(place.rows) - parts + 1, 1)
+    return sum(place.rows[:first]), *place.rows[first:]
 
 
 def _check_rule(plan: WeightPlan, place: _Place, files: LoraFiles, decoder: DecoderSpec) -> None:
@@ -425,7 +429,7 @@ def _rows_of(attention: Attention, linear: Linear) -> tuple[int, ...]:
     q, k, v = attention.spec.qkv_columns
     beside = q if attention.gate is not None else 0
     if linear is attention.qkv:
-        return q + beside, k, v
+        return tuple(rows for rows in (q + beside, k, v) if rows)
     return (q + beside,) if linear is attention.gate else ()
 
 
@@ -444,7 +448,7 @@ def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:
             if isinstance(attention, Attention):
                 rows = _rows_of(attention, linear) or rows
             elif isinstance(attention, DeltaAttention) and linear is attention.mixed:
-                rows = sum(attention.spec.qkv_columns), attention.spec.out_dim
+                rows = *attention.spec.qkv_columns, attention.spec.out_dim
             elif isinstance(attention, MambaAttention) and linear is not attention.out:
                 if at.startswith("attention."):  # both are parts of one projection
                     rows = (attention.mixed.out_features + attention.gates.out_features,)

@@ -38,6 +38,7 @@ from penstock.runtime.meetings import met_bytes
 from penstock.runtime.memory import SEES_ALL, Horizon, activation_bytes, horizon_of
 from penstock.runtime.parts import largest_part
 from penstock.runtime.program import Program
+from penstock.runtime.projector import projector_of, with_projector
 from penstock.runtime.sizing import layout_of
 from penstock.runtime.stateful import with_states
 from penstock.runtime.team import PLACE_BYTES
@@ -146,7 +147,7 @@ def footprints(
             f"{folder} is a built engine: penstock doctor says what it takes. Plan with the model "
             "that it was built of."
         )
-    config = as_exported(folder, config)
+    config = as_exported(folder, with_projector(folder, config))
     check_device(config, device)  # of what an export was made for, too
     found = _described(folder, config, device)
     if found.source is not None:
@@ -238,6 +239,7 @@ def _described(folder: Path, config: EngineConfig, device: Device) -> Descriptio
         quantization=model.quantization,
         max_attention_window=model.max_attention_window,
         sink_token_length=model.sink_token_length,
+        mmproj=projector_of(model),
         storage=device.storage(ordered=model.deterministic is not False),
     )
 
@@ -250,7 +252,8 @@ def _workspace(
     """
     spec, limits = found.spec.decoder, config.scheduler
     chosen = config.model.mm_processor_kwargs
-    picture = largest_picture(found.folder, found.spec, chosen, found.max_model_len)
+    said = projector_of(config.model) or found.folder
+    picture = largest_picture(said, found.spec, chosen, found.max_model_len)
     seen = sight_bytes(spec, found.dtype.itemsize, tokens, picture)
     if device.by_triton or native.handle is None:
         beside = workspace_bytes(device, config.model)

@@ -59,6 +59,7 @@ class HiddenRunner:
             return self._runner.through(step, Kind.HIDDEN, self._decoder.spec.hidden)[0]
         with torch.inference_mode(), self._runner.computing(step):
             forward = self._forward if step.adapters is None else self._for_adapters()
+            forward = forward if step.runs is None else self._hidden
             with self._runner.together(lambda team: team.step(step, Kind.HIDDEN)):
                 return forward(self._runner.own_part(step), self._runner.kv)
 

@@ -27,13 +27,14 @@ def identity(
     dummy_seed: int | None,
     device: str,
     scaling: Scaling | None = None,
+    projector: Path | None = None,
 ) -> str:
     """Of a model as it was loaded and the cache that it fills.
 
     Weights are known by their files' names, sizes, times and samples of what is in them: to read
     them all would take as long as loading. dummy_seed: of random ones, which lie in no file.
     device: what computes, and in what order. scaling: of pictures, which are told apart by their
-    bytes before it.
+    bytes before it; projector: a file of its own that they go through.
     """
     found = hashlib.sha256()
     spec = loaded.spec
@@ -54,8 +55,9 @@ def identity(
         parts.append(loaded.max_model_len)  # which chooses among its factors
     found.update(repr(parts).encode())
     if dummy_seed is None:
-        for piece in _weights(folder):
-            found.update(piece)
+        for path in (folder, projector):
+            for piece in () if path is None else _weights(path):
+                found.update(piece)
     return found.hexdigest()[:32]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
-from penstock.errors import ConfigError, WeightsError
+from penstock.errors import ConfigError, WeightsError, listed
 from penstock.step import KV
 
 Weights = Mapping[str, Tensor]
@@ -75,7 +75,7 @@ class Inputs:
         if missing:
             raise WeightsError(
                 f"The graph takes {len(missing)} weights that aren't here: "
-                f"{', '.join(missing[:5])}. It is of another model, or of other formats."
+                f"{listed(missing)}. It is of another model, or of other formats."
             )
         found = dict(weights)
         for name, derived in self.derived.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.cache import PagedLayout, RecentBlocks, block_rows
+from penstock.cache import PagedLayout, RecentBlocks, any_part, block_rows
 from penstock.cache.disk import DiskStore
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.lora import LoraConfig
@@ -20,8 +20,6 @@ from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
 from penstock.models.sources import open_tokenizer
-from penstock.models.vision.cutters import GridCutter
-from penstock.models.vision.processor import open_pictures
 from penstock.models.weights import Progress
 from penstock.parallel import Ranks, Ring
 from penstock.runtime.adapters import Adapters, check_foldless
@@ -37,6 +35,7 @@ from penstock.runtime.identity import identity
 from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import SEES_ALL, Horizon, horizon_of
 from penstock.runtime.plan import Plan
+from penstock.runtime.projector import check_unasked, projector_of, with_projector
 from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.sizing import (
     empty_blocks,
@@ -48,7 +47,7 @@ from penstock.runtime.sizing import (
 )
 from penstock.runtime.stateful import check_stateful, settled
 from penstock.runtime.team import Team
-from penstock.runtime.vision import MOST_TOKENS, Sight, check_seeing
+from penstock.runtime.vision import Sight, check_seeing, pictures_of, tokens_together
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV, Step
 from penstock.tokenizer import Tokenizer, VocabMap
@@ -94,7 +93,8 @@ class Runtime:
             asked = config.speculative
             LoraConfig(enable_lora=True).check_method(None if asked is None else asked.method)
         if self.sight is not None:
-            check_seeing(config, len(self.sight.placed.store), self.sight.spare > 0)
+            sight = self.sight
+            check_seeing(config, len(sight.placed.store), sight.spare > 0, sight.together)
         if self.draft is None:
             return config
         self._check_kept(config)
@@ -112,7 +112,7 @@ class Runtime:
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self.runner.kv[0][0].device
+        return any_part(self.runner.kv).device
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
@@ -137,7 +137,7 @@ class Runtime:
     @property
     def horizon(self) -> Horizon:
         """What the model's layers see, where blocks may be let go beyond that."""
-        if len(self.runner.kv[0][0]) == self.num_blocks:
+        if len(any_part(self.runner.kv)) == self.num_blocks:
             return SEES_ALL
         return horizon_of(self.model.spec.decoder, self.model.max_model_len)
 
@@ -160,7 +160,9 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     """
     folder = resolve(config.model.model, config.model.revision)
     if is_engine(folder):
+        check_unasked(folder, config.model)
         return _load_engine(folder, config)
+    config = with_projector(folder, config)
     device = device_of(config.model.device)
     check_device(config, device)
     if config.model.verify:
@@ -240,8 +242,9 @@ def _load(
     companions = _companions(placed)
     columns = loaded.spec.decoder.vocab_size
     part = loaded.model.own_part if loaded.model.ring is not None else None
+    both_ways = loaded.model if sight is not None and sight.together else None
     runner = runner_over(
-        forward, kv, layout, vocabulary, None, companions, adapted, team, columns, part
+        forward, kv, layout, vocabulary, None, companions, adapted, team, columns, part, both_ways
     )
     disk = _disk(folder, config, loaded, layout, kv, opened, sight, device)
     return Runtime(
@@ -273,7 +276,8 @@ def _disk(
     seed = config.model.seed if config.model.load_format == "dummy" else None
     scaling = None if sight is None else sight.pictures.scaling
     ordered = config.model.deterministic is not False
-    name = identity(folder, loaded, layout, seed, device.described(ordered), scaling)
+    beside = projector_of(config.model)
+    name = identity(folder, loaded, layout, seed, device.described(ordered), scaling, beside)
     limit = int(asked.prefix_cache_disk_space * (1 << 30))
     store = DiskStore(Path(asked.prefix_cache_dir), name, block_rows(kv), limit)
     logger.info(
@@ -303,16 +307,14 @@ def _sight(
     rows = config.scheduler.max_num_batched_tokens
     ropes = [layer.attention.rope for layer in loaded.spec.decoder.layers]
     turns = any(rope is not None and rope.sections for rope in ropes)
-    check_seeing(config, rows, turns)
-    placeholder = None if tokenizer is None else tokenizer.id_to_token(spec.token_id)
-    pictures = open_pictures(folder, spec, vision, placeholder or "<image>", chosen)
-    if isinstance(pictures.cutter, GridCutter) and pictures.cutter.most_tokens > MOST_TOKENS:
-        logger.info(
-            "A picture may have %d tokens. Its tower runs in one step, for which other requests "
-            "wait; mm_processor_kwargs max_pixels makes large pictures smaller.",
-            pictures.cutter.most_tokens,
-        )
-    return Sight(loaded.model, pictures, device, block_size, rows)
+    together = tokens_together(loaded.spec)
+    if together and device.by_triton:
+        logger.warning("Pictures of this model are read on CPUs only; texts run.")
+        return None
+    check_seeing(config, rows, turns, together)
+    said = projector_of(config.model) or folder
+    pictures = pictures_of(said, spec, vision, tokenizer, chosen)
+    return Sight(loaded.model, pictures, device, block_size, rows, together)
 
 
 def _adapters(
@@ -337,7 +339,9 @@ def load_weights_of(
 ) -> LoadedModel:
     """The model as `model` asks for it; ranks: the part of this one."""
     dummy = model.load_format == "dummy"
-    load = partial(load_dummy, seed=model.seed) if dummy else partial(load_model, ranks=ranks)
+    load = partial(load_dummy, seed=model.seed)
+    if not dummy:
+        load = partial(load_model, ranks=ranks, mmproj=projector_of(model))
     return load(
         folder,
         dtype=model.dtype,
@@ -404,7 +408,10 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     else:
         forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
     placed = None if opened is None else opened.place(blocks, eager)
-    runner = runner_over(forward, kv, layout, vocabulary, hidden, _companions(placed))
+    both_ways = loaded.model if sight is not None and sight.together else None
+    runner = runner_over(
+        forward, kv, layout, vocabulary, hidden, _companions(placed), both_ways=both_ways
+    )
     disk = _disk(folder, config, loaded, layout, kv, opened, sight, device)
     return Runtime(
         loaded, tokenizer, layout, blocks, runner, engine, placed, sight=sight, disk=disk
@@ -483,11 +490,13 @@ def runner_over(
     team: Team | None = None,
     columns: int = 0,
     part: Callable[[Step], Step] | None = None,
+    both_ways: Forward | None = None,
 ) -> Runner:
     """What runs `forward` over the cache `kv` of that layout, beside other caches."""
     recent = None
     if layout.recent_window:
         recent = RecentBlocks(kv, layout.recent_window, layout.block_size)
     return Runner(
-        forward, kv, vocabulary, hidden_plan, recent, companions, adapted, team, columns, part
-    )
+        forward, kv, vocabulary, hidden_plan, recent, companions, adapted, team, columns, part,
+        both_ways,
+    )  # fmt: skip

@@ -52,7 +52,7 @@ def activation_bytes(
     reads: as computed, as graphs share them, as the sampler changes them. Only prompts in one piece
     may take more.
     """
-    widest = 0
+    widest = waiting = 0
     for layer in decoder.layers:
         a, mlp = layer.attention, layer.mlp
         attended = sum(a.qkv_columns)
@@ -66,7 +66,10 @@ def activation_bytes(
         between = (3 if mlp.gated else 2) * mlp.intermediate
         if mlp.experts is not None:  # each choice has its own, and a product
             between = mlp.experts.per_token * (between + decoder.hidden) + mlp.experts.shared
-        widest = max(widest, attended + between)
+        widest = max(widest, waiting + attended + between)
+        waiting = a.out_dim if layer.waits else 0
+    if decoder.inputs is not None:
+        widest += 2 * len(decoder.layers) * decoder.inputs.dim
     tokens = config.max_num_batched_tokens * (2 * decoder.hidden + widest) * itemsize
     rows = config.max_num_seqs * (1 + guesses) + prompt_logits
     rows = min(rows, config.max_num_batched_tokens)

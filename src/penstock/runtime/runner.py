@@ -42,6 +42,7 @@ class Runner:
         team: Team | None = None,
         columns: int = 0,
         part: Callable[[Step], Step] | None = None,
+        both_ways: Forward | None = None,
     ) -> None:
         """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: gives
         that of steps that end with hidden states, where it was recorded before. recent: of a cache
@@ -49,7 +50,7 @@ class Runner:
         blocks, which move with this one's. adapted: what runs steps with adapters. team: other
         processes, which do the same to their parts of the model and of its cache. columns: of
         logits, which another process may make. part: what of a step this one does, where others do
-        the rest with it.
+        the rest with it. both_ways: what runs steps with runs, which no program takes.
         """
         self._forward = forward
         self.vocabulary = vocabulary
@@ -61,6 +62,7 @@ class Runner:
         self.team = team
         self._columns = columns
         self._part = part
+        self._both_ways = both_ways
         self._swapped: SwapStore | None = None
         self._ran: Forward | None = None
         self._owner: Callable[[], object | None] = lambda: None
@@ -202,6 +204,10 @@ class Runner:
             if self.adapted is None:
                 raise PenstockError("A step has adapters, but nothing was loaded for them.")
             self._ran = self.adapted
+        if step.runs is not None:
+            if self._both_ways is None:
+                raise PenstockError("A step has runs, but nothing was loaded for them.")
+            self._ran = self._both_ways
         return self._ran
 
     @property

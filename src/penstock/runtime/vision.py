@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,19 +15,23 @@ from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ModelNotFoundError
-from penstock.models.spec import ModelSpec
-from penstock.models.vision.cutters import GridCutter, PieceCutter
+from penstock.models.spec import ModelSpec, PicturesSpec
+from penstock.models.vision.cutters import GridCutter, LineCutter, PieceCutter
 from penstock.models.vision.pictures import Picture, Pictures
 from penstock.models.vision.processor import open_pictures
 from penstock.nn import Decoder
 from penstock.nn.decoder import PlacedRows
 from penstock.nn.grid import GridTower
 from penstock.nn.rope import RotaryTable
-from penstock.nn.spec import DecoderSpec, VisionSpec
+from penstock.nn.spec import DecoderSpec, GridSpec, VisionSpec
+from penstock.nn.vision import VisionTower
 from penstock.quant import Dense
 from penstock.roofline.tower import TowerCost, grid_cost, tile_cost
 from penstock.runtime.device import Device
+from penstock.runtime.projector import projector_of
+from penstock.tokenizer import Tokenizer
 
+logger = logging.getLogger("penstock")
 Ints = NDArray[np.int64]
 
 KEPT_BYTES = 256 << 20
@@ -69,19 +74,64 @@ def largest_picture(
         cutter = open_pictures(folder, spec.pictures, spec.decoder.vision, "", chosen).cutter
     except ModelNotFoundError:
         return min(MOST_TOKENS, max_model_len)
-    most = cutter.most_tokens if isinstance(cutter, GridCutter | PieceCutter) else MOST_TOKENS
+    of_any_size = GridCutter | PieceCutter | LineCutter
+    most = cutter.most_tokens if isinstance(cutter, of_any_size) else MOST_TOKENS
     return min(most, max_model_len)
+
+
+def tokens_together(spec: ModelSpec) -> int:
+    """Tokens of a picture that see each other both ways, so that one step computes them; 0: none
+    do.
+    """
+    tower = spec.decoder.vision
+    if spec.pictures is None or not spec.pictures.both_ways or not isinstance(tower, VisionSpec):
+        return 0
+    return tower.tokens
+
+
+def pictures_of(
+    folder: Path,
+    spec: PicturesSpec,
+    tower: VisionSpec | GridSpec,
+    tokenizer: Tokenizer | None,
+    chosen: Mapping[str, Any] | None,
+) -> Pictures:
+    """What a model's folder, or its projector, says of pictures, in the tokenizer's words."""
+
+    def name(token_id: int) -> str:
+        found = None if tokenizer is None else tokenizer.id_to_token(token_id)
+        return found or "<image>"
+
+    marks = ("", "") if spec.marks is None else (name(spec.marks[0]), name(spec.marks[1]))
+    pictures = open_pictures(folder, spec, tower, name(spec.token_id), chosen, marks)
+    cutter = pictures.cutter
+    if isinstance(cutter, GridCutter | LineCutter) and cutter.most_tokens > MOST_TOKENS:
+        logger.info(
+            "A picture may have %d tokens. Its tower runs in one step, for which other requests "
+            "wait; mm_processor_kwargs %s makes large pictures smaller.",
+            cutter.most_tokens, "max_pixels" if isinstance(cutter, GridCutter) else "size",
+        )  # fmt: skip
+    return pictures
 
 
 class Sight:
     """A model's tower and what becomes of its rows; one thread's."""
 
     def __init__(
-        self, decoder: Decoder, pictures: Pictures, device: Device, block_size: int, rows: int
+        self,
+        decoder: Decoder,
+        pictures: Pictures,
+        device: Device,
+        block_size: int,
+        rows: int,
+        together: int = 0,
     ) -> None:
-        """rows: tokens of the largest step. From here on the decoder reads what is placed."""
+        """rows: tokens of the largest step. together: `tokens_together`. From here on the decoder
+        reads what is placed.
+        """
         assert decoder.vision is not None
         self.pictures = pictures
+        self.together = together
         self._tower = tower = decoder.vision
         self._dense = Dense(decoder.dtype, decoder.head.weight_format.storage)
         self._device = device.torch
@@ -126,8 +176,16 @@ class Sight:
             return found
         with torch.inference_mode():
             found = torch.cat([self._through(tile) for tile in picture.tiles])
+            if picture.order is not None:
+                found = self._ordered(found, picture.order)
         self._keep(picture.key, found)
         return found
+
+    def _ordered(self, rows: Tensor, order: Tensor) -> Tensor:
+        """The rows [n, D] that `Picture.order` names."""
+        assert isinstance(self._tower, VisionTower) and self._tower.line_end is not None
+        rows = torch.cat((rows, self._tower.line_end.parameter("weight")))
+        return rows.index_select(0, order.to(self._device))
 
     def _through(self, tile: Tensor) -> Tensor:
         """The rows of one tile [3, H, W] uint8."""
@@ -191,12 +249,24 @@ _BLIND = ("draft_model", "eagle", "eagle3")
 """Methods whose models read the prompt's tokens, and would need the pictures too."""
 
 
-def check_seeing(config: EngineConfig, rows: int, turns: bool) -> None:
+def check_seeing(config: EngineConfig, rows: int, turns: bool, together: int = 0) -> None:
     """Raises ConfigError for what a model that sees pictures can't be run with.
 
     rows: tokens of the largest step that there is room for. turns: whether positions of tokens
-    aren't those in their sequence.
+    aren't those in their sequence. together: `tokens_together`.
     """
+    try:
+        _check_seeing(config, rows, turns, together)
+    except ConfigError as error:
+        if projector_of(config.model) is None:
+            raise
+        way_out = "Or leave its pictures out by mmproj=False (--no-mmproj)."
+        raise ConfigError(f"{error} {way_out}") from error
+
+
+def _check_seeing(config: EngineConfig, rows: int, turns: bool, together: int) -> None:
+    if together:
+        _check_together(config, together)
     asked = config.speculative
     if asked is not None and asked.method in _BLIND:
         raise ConfigError(
@@ -213,4 +283,31 @@ def check_seeing(config: EngineConfig, rows: int, turns: bool) -> None:
             f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens}, but the runtime "
             f"was loaded with room for pictures among {rows} tokens. Lower it, or load the runtime "
             "with it."
+        )
+
+
+_DRAFTS = 8
+"""Of a step, one part of so many may be kept for drafts."""
+
+
+def _check_together(config: EngineConfig, together: int) -> None:
+    """The same of tokens that see each other both ways."""
+    if config.cache.kv_cache_dtype == "kivi":
+        raise ConfigError(
+            "kv_cache_dtype='kivi' isn't built for models whose pictures' tokens see each other "
+            "both ways. Use int4 or int8."
+        )
+    if config.model.max_attention_window is not None:
+        raise ConfigError(
+            "max_attention_window isn't built for models whose pictures' tokens see each other "
+            "both ways. Leave it out."
+        )
+    asked = config.scheduler
+    most = asked.max_num_batched_tokens
+    left = most - asked.max_num_seqs - (most // _DRAFTS if config.speculative else 0)
+    if asked.enable_chunked_prefill and left < together:
+        raise ConfigError(
+            f"A picture's {together} tokens see each other both ways, so one step computes them: "
+            f"beside max_num_seqs={asked.max_num_seqs} that decode, max_num_batched_tokens={most} "
+            f"leaves {max(left, 0)}. Raise the second, or lower the first."
         )

@@ -30,7 +30,23 @@ OTHER = "other"
 POLLED = frozenset(
     ("/", "/health", "/load", "/metrics", "/page/events", "/page/{name}", "/ready")
 )  # fmt: skip
-"""Endpoints that machines ask all the time: a GET that goes well isn't logged."""
+"""Endpoints that machines ask all the time: a GET that goes well isn't logged, and of those that
+are told that there is no service (503) the first."""
+
+
+class Polls:
+    """Which polled endpoints said last that there is no service."""
+
+    def __init__(self) -> None:
+        self._away: set[str] = set()
+
+    def is_news(self, endpoint: str, status: int) -> bool:
+        """Whether an answer's status tells more than the one before, where machines ask."""
+        if endpoint not in POLLED or (status >= 400 and status != 503):
+            return True
+        was_away, is_away = endpoint in self._away, status == 503
+        (self._away.add if is_away else self._away.discard)(endpoint)
+        return is_away and not was_away
 
 
 class Counts(Protocol):
@@ -59,21 +75,22 @@ class Answer:
     """One HTTP request's. `current` is that of the task's request."""
 
     request_id: str
+    method: str  # as it was sent
     start: float = field(default_factory=time.perf_counter)
     status: int = CLIENT_CLOSED  # until something is sent
     accounted: bool = False  # the engine's accounting has written a line
     failure: ApiError | None = None  # that broke it off, after its status was sent
     unheeded: list[str] = field(default_factory=list)  # what the request asks for in vain
 
-    def end(self, scope: Message, key_name: str | None) -> None:
+    def end(self, scope: Message, key_name: str | None, polls: Polls) -> None:
         """Count it, and log it unless that has been done. key_name: None without a valid key."""
         service: Answering = scope["app"].state.service
         endpoint = template(scope)
         error: ApiError | None = scope["state"].get("error")
         service.metrics.answered(endpoint, self.status, error)
-        well = self.status < 400 and endpoint in POLLED
-        probed = PROBE in scope["headers"] and self.status in (200, 503)
-        polled = scope["method"] == "GET" and (well or probed)
+        asked = scope["method"] == "GET"
+        probed = asked and PROBE in scope["headers"] and self.status in (200, 503)
+        polled = probed or (asked and not polls.is_news(endpoint, self.status))
         if service.config.log_requests and not (self.accounted or polled):
             logger.info("answered", extra={"fields": self._fields(scope, key_name, error)})
 
@@ -82,7 +99,7 @@ class Answer:
     ) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "request_id": self.request_id,
-            "method": scope["method"],
+            "method": self.method,
             "endpoint": shortened(scope["path"]),
             "key": key_name,
             "status": self.status,

@@ -23,6 +23,7 @@ from penstock.server.routes import (
     page,
     responses,
     status,
+    stored,
     tokens,
 )
 from penstock.server.service import Service
@@ -77,7 +78,7 @@ def create_app(config: ServerConfig | None = None, service: Service | None = Non
     app.state.service = service
     install_handlers(app)
     app.state.routes = list(app.routes)  # those below aren't among the application's own
-    answering = (chat, completions, responses, compaction, embeddings, messages)
+    answering = (chat, completions, responses, compaction, stored, embeddings, messages)
     modules = (*answering, tokens, adapters, status)
     for module in (*modules, page) if config.page else modules:
         app.include_router(module.router)

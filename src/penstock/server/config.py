@@ -58,6 +58,9 @@ class ServerConfig:
     enable_auto_tool_choice: bool = True  # without it a call must be asked for
     otlp_endpoint: str | None = None  # where traces go
     page: bool = True  # the page at /
+    response_store_mib: float = 64.0  # of responses that requests may go on from; 0: none are kept
+    response_store_hours: float = 24.0  # since one was used last
+    enable_tokenizer_info_endpoint: bool = False  # which tells the chat template
     allow_runtime_lora_updating: bool = False  # requests may load and unload adapters
 
     def __post_init__(self) -> None:
@@ -91,6 +94,15 @@ class ServerConfig:
             raise ConfigError(
                 f"compaction_threshold is {self.compaction_threshold}; it must be at least "
                 f"{LEAST_THRESHOLD} tokens, of which a summary may have an eighth."
+            )
+        if not 0 <= self.response_store_mib < math.inf:
+            raise ConfigError(
+                f"response_store_mib is {self.response_store_mib}; it must be a size in MiB, or 0 "
+                "to keep no responses."
+            )
+        if not 0 < self.response_store_hours < math.inf:
+            raise ConfigError(
+                f"response_store_hours is {self.response_store_hours}; it must be above 0."
             )
         self._check_template()
         self._check_parsers()

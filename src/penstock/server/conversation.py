@@ -19,6 +19,7 @@ from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
 from penstock.server.retention import Retention, starts_of
 from penstock.server.tools.telling import Telling, without_calls
+from penstock.server.validation import NO_SIGHT
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.tool_calls import ToolCallForm
 
@@ -130,7 +131,7 @@ class Prompts:
                 code="context_length_exceeded",
             )
         if keep is None:
-            self.check_tools(rendering.telling)
+            self.check_tools(rendering.telling, source)
         plain = self.plain(messages, rendering, source)
         share = retention if truncation == "auto" else None
         text, ids, left_out = self._shortened(plain, rendering, source, share, reserve)
@@ -255,7 +256,7 @@ class Prompts:
         if not given:
             return plain
         if self._pictures is None:
-            raise ApiError(400, "This model sees no pictures. Leave them out.", param=source.field)
+            raise ApiError(400, NO_SIGHT, param=source.field)
         try:
             cut = [self._pictures.cutter.cut(image) for image in open_pictures_of(given)]
         except InvalidPromptError as error:
@@ -383,14 +384,15 @@ class Prompts:
                 code="context_length_exceeded",
             )
 
-    def check_tools(self, telling: Telling) -> None:
+    def check_tools(self, telling: Telling, source: Source = CHAT) -> None:
         """Refuse tools that can't fit before they are written into a prompt."""
         most = self._max_len * CHARACTERS_PER_TOKEN
         if telling.size > most:
             raise ApiError(
                 400,
-                f"{self._context()} The tools have {telling.size:,} characters as JSON, and at "
-                f"most {most:,} characters are read. {_TOOLS}",
+                f"{self._context(source, telling.size, most, 'characters')} The tools have "
+                f"{telling.size:,} characters as JSON, and at most {most:,} characters are read. "
+                f"{_TOOLS}",
                 param="tools",
                 code="context_length_exceeded",
             )
@@ -415,8 +417,9 @@ class Prompts:
         if len(ids) - count <= most:
             raise ApiError(
                 400,
-                f"{self._context()} The prompt has {len(ids):,} tokens, of which the tools are "
-                f"about {count:,}; only {most:,} fit with at least one to generate. {_TOOLS}",
+                f"{self._context(source, len(ids), most)} The prompt has {len(ids):,} tokens, of "
+                f"which the tools are about {count:,}; only {most:,} fit with at least one to "
+                f"generate. {_TOOLS}",
                 param="tools",
                 code="context_length_exceeded",
             )

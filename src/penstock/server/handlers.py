@@ -27,9 +27,8 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(
-            request, describe(error.errors(), request.headers.get("content-type", ""))
-        )
+        kind = request.headers.get("content-type", "")
+        return error_response(request, describe(error.errors(), kind, sees=_sees(request)))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -44,3 +43,9 @@ def install_handlers(app: FastAPI) -> None:
         elif error.status_code == 405:
             made.message = f"{path} doesn't take {request.method}."
         return error_response(request, made)
+
+
+def _sees(request: Request) -> bool:
+    """Whether pictures are taken, as far as is known: a fleet has no model of its own."""
+    llm = getattr(request.app.state.service, "engine_or_none", None)
+    return llm is None or llm.runtime.sight is not None

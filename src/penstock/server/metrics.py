@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from penstock.sampling import SamplingParams
 from penstock.server.collector import ENGINE, LABELS, EngineCollector
 from penstock.server.errors import ApiError
+from penstock.server.stored import StoredResponses
 
 if TYPE_CHECKING:
     from penstock.engine import AsyncLLM, RequestMetrics, RequestOutput
@@ -164,6 +165,17 @@ class Metrics:
         )
         self._engine = EngineCollector(llm, model_name)
         self.registry.register(self._engine)
+
+    def watch(self, stored: StoredResponses | None) -> None:
+        """Tell of the responses that are kept, if any are. After `attach`."""
+        if stored is None:
+            return
+        for name, what, read in (
+            ("responses", "Responses that are kept.", lambda: stored.count),
+            ("response_bytes", "Bytes of responses that are kept.", lambda: stored.size),
+        ):
+            gauge = Gauge(f"penstock:stored_{name}", what, LABELS, registry=self.registry)
+            gauge.labels(self._name, ENGINE).set_function(read)
 
     def answered(self, endpoint: str, status: int, error: ApiError | None) -> None:
         """Count an HTTP request. endpoint: its route, as declared; error: what it was told."""

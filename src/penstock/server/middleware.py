@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 
 from penstock.server.admission import Ticket
-from penstock.server.answers import Answer, current
+from penstock.server.answers import Answer, Polls, current
 from penstock.server.config import ServerConfig
 from penstock.server.errors import ApiError, as_api_error, error_response
 from penstock.server.keys import Key, find_key
@@ -25,7 +25,7 @@ OPEN_PATHS = ("/", "/health", "/ready")
 """Answered without a key, and so are the page's files."""
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_METHODS = "GET, HEAD, POST, OPTIONS"
+_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 _HEADERS = "authorization, content-type, x-api-key, x-request-id"
 _EXPOSED = "x-request-id, request-id, retry-after, x-penstock-dropped-messages, x-penstock-unheeded"
 # Names of headers (RFC 9110, 5.6.2) with commas, as many as clients' telemetry needs.
@@ -43,13 +43,21 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path in files()
 
 
+_BRIEF = frozenset(("/load", "/metrics", "/tokenizer_info", "/v1/models", "/version"))
+"""Paths whose GET is answered at once, as a HEAD must be; streams of events aren't."""
+
+
+def _has_head(path: str) -> bool:
+    return path in _BRIEF or path.startswith(("/v1/models/", "/v1/responses/")) or is_open(path)
+
+
 def _routed(scope: Message) -> Message:
     """The request as the endpoints know it: no slash at the end, and GET for HEAD where that is."""
     path = scope["path"]
     changed: dict[str, Any] = {}
     if len(path) > 1 and path.endswith("/"):
-        changed["path"] = path[:-1]
-    if scope["method"] == "HEAD" and path in OPEN_PATHS:
+        changed["path"] = path = path[:-1]
+    if scope["method"] == "HEAD" and _has_head(path):
         changed["method"] = "GET"
     return {**scope, **changed} if changed else scope
 
@@ -60,6 +68,7 @@ class Front:
     def __init__(self, app: App, config: ServerConfig) -> None:
         self._app = app
         self._config = config
+        self._polls = Polls()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +79,7 @@ class Front:
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        answer = Answer(request_id)
+        answer = Answer(request_id, scope["method"])
         current.set(answer)
         method, path, routed = scope["method"], scope["path"], _routed(scope)
         origin = headers.get("origin")
@@ -114,7 +123,7 @@ class Front:
             await error_response(Request(scope), told)(scope, receive, reply)
         finally:
             _close_ticket(state)
-            answer.end(routed, self._key_name(scope))
+            answer.end(routed, self._key_name(scope), self._polls)
 
     def _allows(self, origin: str) -> bool:
         origins = self._config.allowed_origins

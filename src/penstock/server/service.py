@@ -33,6 +33,7 @@ from penstock.server.protocol.common import EngineFields
 from penstock.server.protocol.structure import structure_error
 from penstock.server.remembered import Remembered
 from penstock.server.sse import Receive, unless_gone
+from penstock.server.stored import StoredResponses
 from penstock.server.tools.plan import Tooling
 from penstock.server.tracing import NoTracer, Tracer
 from penstock.server.wishes import check_transfer, wishes_of
@@ -111,6 +112,9 @@ class Service:
         self.recent = Recent()
         self.called = Called(self.metrics)
         self.remembered = Remembered()
+        room = int(config.response_store_mib * (1 << 20))
+        keep_s = config.response_store_hours * 3600
+        self.stored = StoredResponses(room, keep_s) if room else None  # else nothing is kept
         self.state: State = "loading"
         self.started = time.time()
         self.inflight: dict[str, Caller] = {}  # prompts, from their arrival on
@@ -143,6 +147,7 @@ class Service:
         self.tooling = Tooling(runtime.tokenizer, self.config)
         self.defaults = default_params(runtime.model.generation)
         self.metrics.attach(llm, self._names[0])
+        self.metrics.watch(self.stored)
         llm.engine.ledger.watch = self._saw_step
         self.state = "ready"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pydantic_core import PydanticCustomError
 
@@ -12,9 +12,11 @@ from penstock.server.errors import ApiError, as_sentence, unsupported
 _TYPES = ("function-", "list[", "dict[", "literal[")  # how an error's place names types
 _NAMES = (  # and these themselves
     "body", "str", "RetentionRatio", "clear_thinking_20251015", "compact_20260112",
+    "ResponseTool", "NamespaceTool",
 )  # fmt: skip
 _REFUSED = "unsupported_parameter"
 _SHOWN_CHARACTERS = 80
+NO_SIGHT: Final = "This model sees no pictures. Leave them out."
 
 # pydantic's kinds of errors → what the field must be.
 _MUST = {
@@ -37,18 +39,26 @@ _MUST = {
 }
 
 
-def refusal(field: str = "", *, kind: str = "", why: str = "") -> PydanticCustomError:
+def refusal(
+    field: str = "", *, kind: str = "", why: str = "", shows: bool = False
+) -> PydanticCustomError:
     """For a validator to raise: what it is given asks for something that Penstock lacks.
 
-    field: which one of the validated object's; kind: what the object itself is, instead.
+    field: which one of the validated object's; kind: what the object itself is, instead; shows: it
+    is a picture.
     """
     return PydanticCustomError(
-        _REFUSED, "isn't supported", {"field": field, "kind": kind, "why": why}
+        _REFUSED, "isn't supported", {"field": field, "kind": kind, "why": why, "shows": shows}
     )
 
 
-def describe(problems: Sequence[Mapping[str, Any]], content_type: str) -> ApiError:
-    """The first thing that is wrong, of pydantic's errors with a body."""
+def describe(
+    problems: Sequence[Mapping[str, Any]], content_type: str, *, sees: bool = True
+) -> ApiError:
+    """The first thing that is wrong, of pydantic's errors with a body.
+
+    sees: whether the model takes pictures; there is no use in saying how one is sent to another.
+    """
     # Of a field that may be of several types, the type that the value is most like.
     first = problems[0]["loc"][:2]
     same = [x for x in problems if x["loc"][:2] == first]
@@ -62,6 +72,8 @@ def describe(problems: Sequence[Mapping[str, Any]], content_type: str) -> ApiErr
         )
     kind = problem["type"]
     if kind == _REFUSED:
+        if problem["ctx"]["shows"] and not sees:
+            return ApiError(400, NO_SIGHT, param=field)
         return _refused(field, problem["ctx"])
     if kind == "extra_forbidden":
         return ApiError(
@@ -90,7 +102,7 @@ def _path(place: Sequence[str | int]) -> str:
     return path
 
 
-def _refused(field: str, what: Mapping[str, str]) -> ApiError:
+def _refused(field: str, what: Mapping[str, Any]) -> ApiError:
     if not what["kind"]:
         path = f"{field}.{what['field']}" if field else what["field"]
         return unsupported(path, what["why"])

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from penstock.errors import TokenizerError
+from penstock.errors import TokenizerError, listed
 from penstock.tokenizer.pieces import byte_alphabet
 
 
@@ -38,7 +38,7 @@ class Bpe:
         missing = [name for name in names if name not in vocab]
         if missing:
             raise TokenizerError(
-                f"The vocabulary lacks {len(missing)} of 256 bytes ({', '.join(missing[:3])}, …), "
+                f"The vocabulary lacks {len(missing)} of 256 bytes ({listed(missing)}), "
                 "so not every text could be written without the tokens that are left out. Only "
                 "byte-level BPE and BPE with byte fallback can be reduced."
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class TokenizerSettings:
     legacy: bool | None
     chat_templates: Mapping[str, str]
     added_tokens_file: str = "tokenizer_config.json"  # where `added_tokens` were read
+    written: Mapping[str, Any] = field(default_factory=dict)  # in tokenizer_config.json
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
@@ -86,6 +87,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
         legacy=_flag(config, "legacy"),
         chat_templates=_chat_templates(folder, config),
         added_tokens_file="added_tokens.json" if older else "tokenizer_config.json",
+        written=config,
     )
 
 

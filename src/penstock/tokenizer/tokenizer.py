@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
+from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError, listed
 from penstock.tokenizer.backend import Backend, FastBackend, configure
 from penstock.tokenizer.bpe import Bpe
 from penstock.tokenizer.byte_level import (
@@ -67,6 +67,7 @@ class Tokenizer:
         self.unk_token_id: int | None = self._named_id("unk_token")
         self.vocab_map: VocabMap | None = None  # of the model, where its vocabulary is reduced
         self._affixes = self._bos_and_eos(settings)
+        self._settings = settings
         self._probe()
         self._pieces = PieceTable(self._compute_bytes)
         self._visible_pieces = PieceTable(
@@ -119,6 +120,23 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The default chat template, if the folder has one."""
         return self._templates.get("default")
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What `tokenizer_config.json` says, without paths; tokens as their texts, and all that are
+        named.
+        """
+        written = {
+            name: _texts(value)
+            for name, value in self._settings.written.items()
+            if not name.endswith("_file") and name != "name_or_path"
+        }
+        found = {**written, **self._named_tokens}
+        if not found.get("tokenizer_class"):
+            found["tokenizer_class"] = self._settings.tokenizer_class or "PreTrainedTokenizerFast"
+        if self.chat_template is not None:
+            found["chat_template"] = self.chat_template
+        return found
 
     @property
     def strip_leading_space(self) -> bool:
@@ -326,6 +344,14 @@ class Tokenizer:
             ) from error
 
 
+def _texts(value: Any) -> Any:
+    """Of tokens that are written with how they are found, what they are."""
+    if isinstance(value, dict):
+        content = value.get("content")
+        return content if isinstance(content, str) else {k: _texts(v) for k, v in value.items()}
+    return [_texts(x) for x in value] if isinstance(value, list) else value
+
+
 def _load_backend(folder: Path, settings: TokenizerSettings) -> Backend:
     """The first kind of tokenizer the folder has files for."""
     fast: FastBackend
@@ -341,7 +367,7 @@ def _load_backend(folder: Path, settings: TokenizerSettings) -> Backend:
         fast = load_vocab_and_merges(folder, settings)
     else:
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        listing = f"it has {', '.join(found[:8])}" if found else "it is empty or doesn't exist"
+        listing = f"it has {listed(found, 8)}" if found else "it is empty or doesn't exist"
         raise TokenizerError(
             f"{folder} has no tokenizer: no tokenizer.json, no tokenizer.model, no vocab.json with "
             f"merges.txt ({listing}). Download the model's tokenizer files too."

@@ -13,6 +13,7 @@ import torch
 from penstock.kernels.triton.add import add_
 from penstock.kernels.triton.embedding import embedding
 from penstock.kernels.triton.gate import alternate, gate
+from penstock.kernels.triton.gate_by import gate_by_
 from penstock.kernels.triton.gate_rows import gate_rows_
 from penstock.kernels.triton.kept_rows import keep_rows, kept_rows
 from penstock.kernels.triton.mask import mask_
@@ -136,6 +137,7 @@ def elementwise(dtype: torch.dtype) -> None:
         vectorised(lambda a=activation: gate(x, a, False, 4096))
     vectorised(lambda: alternate(x.flatten().float()))
     vectorised(lambda: add_(x, y))
+    vectorised(lambda: gate_by_(x, y))
     vectorised(lambda: gate_rows_(x, y, torch.empty(4096)))
     vectorised(lambda: softcap_(x.float(), 30.0))
     vectorised(lambda: keep_rows(x, y, 0))

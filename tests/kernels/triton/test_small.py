@@ -67,6 +67,16 @@ def test_gate_rows(rows: int, columns: int, dim: int, dtype: torch.dtype) -> Non
     assert torch.equal(wide[:, columns:], copy[:, columns:])
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(0, 8), (1, 7), (5, 1030)])
+def test_gate_by(rows: int, columns: int, dtype: torch.dtype) -> None:
+    wide, x = randn(rows, columns + 5, dtype=dtype), 4 * randn(rows, columns + 2, dtype=dtype)
+    copy = wide.clone()
+    launchers()["gate_by_"](wide[:, :columns], x[:, 2:])
+    ops.op("gate_by_").reference(copy[:, :columns], x[:, 2:])
+    torch.testing.assert_close(wide, copy, rtol=CLOSE[dtype], atol=1e-6)
+    assert torch.equal(wide[:, columns:], copy[:, columns:])
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(0, 8), (1, 7), (3, 2500)])
 def test_softcap(rows: int, columns: int) -> None:
     """float64's, to some units in the last place, from far below the cap to far above."""

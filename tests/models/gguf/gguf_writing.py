@@ -25,6 +25,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2VLText": "qwen2vl",
+    "Qwen3VLText": "qwen3vl",
     "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Qwen3NextForCausalLM": "qwen3next",
@@ -46,11 +48,19 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "mistral3",
     "ArceeForCausalLM": "arcee",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
+    "Dots1ForCausalLM": "dots1",
+    "NemotronForCausalLM": "nemotron",
+    "OlmoForCausalLM": "olmo",
     "Olmo3ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoe",
     "GraniteMoeHybridForCausalLM": "granitehybrid",
+    "BambaForCausalLM": "granitehybrid",
+    "FalconH1ForCausalLM": "falcon-h1",
     "NemotronHForCausalLM": "nemotron_h",
     "GemmaForCausalLM": "gemma",
     "CohereForCausalLM": "command-r",
@@ -152,7 +162,9 @@ def write_config(
     if hasattr(c, "rms_norm_eps") or "lfm2" in arch:
         writer.add_layer_norm_rms_eps(c.norm_eps if "lfm2" in arch else c.rms_norm_eps)
     else:
-        writer.add_layer_norm_eps(c.norm_epsilon if arch == "starcoder2" else c.layer_norm_eps)
+        own = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
+        eps = 1e-5 if arch == "olmo" else getattr(c, own.get(arch, "layer_norm_eps"))
+        writer.add_layer_norm_eps(eps)
     if arch == "deepseek2":
         write_latents(writer, c, heads_apart)
     else:
@@ -171,6 +183,10 @@ def write_config(
         writer.add_rope_scaling_factor(everywhere["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(everywhere["original_max_position_embeddings"])
+    if arch in ("qwen2vl", "qwen3vl"):
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if arch == "qwen3vl":
+        writer.add_num_deepstack_layers(c.deep)
     if arch == "phi3":
         writer.add_sliding_window(c.sliding_window or 0)
         original = getattr(c, "original_max_position_embeddings", None)
@@ -202,7 +218,7 @@ def write_config(
         writer.add_ssm_time_step_rank(128)
         writer.add_expert_shared_feed_forward_length(c.intermediate_size)
         writer.add_expert_used_count(0)
-    if "granite" in arch:
+    if "granite" in c.model_type:
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)
@@ -219,15 +235,28 @@ def write_config(
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(c.num_experts_per_tok)
-    if arch in ("deepseek2", "glm4moe"):
+    if arch in ("deepseek2", "glm4moe", "dots1"):
         write_router(writer, c)
+    if arch == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(c.moe_layer_interval)
+        writer.add_leading_dense_block_count(c.moe_layer_start_index)
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+        writer.add_expert_shared_count(c.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(c.intermediate_size // c.num_key_value_heads)
+    if arch == "minimax-m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch in ("minimax-m2", "hunyuan-moe"):
+        writer.add_expert_feed_forward_length(c.intermediate_size)
+    if arch == "hunyuan-moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(c.intermediate_size)
     if arch == "gpt-oss":
         writer.add_sliding_window(c.sliding_window)
     if arch in HYBRID:
         write_delta(writer, c, arch, guesses)
     if arch in ("qwen2moe", "qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
-    if arch == "granitehybrid":
+    if arch in ("granitehybrid", "falcon-h1"):
         write_mamba(writer, c)
     if getattr(c, "shared_intermediate_size", 0) and experts:
         writer.add_expert_shared_feed_forward_length(c.shared_intermediate_size)
@@ -244,6 +273,9 @@ def write_config(
 
 def kv_heads(c: Any) -> Any:
     """Of all layers, or 0 of each that has a convolution or Mamba 2 instead."""
+    if c.model_type == "bamba":
+        count = range(c.num_hidden_layers)
+        return [c.num_key_value_heads * (i in c.attn_layer_indices) for i in count]
     types = getattr(c, "layer_types", None) or []
     instead = "linear_attention" if c.model_type == "granitemoehybrid" else "conv"
     if instead not in types:
@@ -256,10 +288,13 @@ def write_mamba(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_ssm_conv_kernel(c.mamba_d_conv)
     writer.add_ssm_state_size(c.mamba_d_state)
     writer.add_ssm_group_count(c.mamba_n_groups)
-    writer.add_ssm_inner_size(c.mamba_expand * c.hidden_size)
+    writer.add_ssm_inner_size(c.mamba_n_heads * c.mamba_d_head)
     writer.add_ssm_time_step_rank(c.mamba_n_heads)
-    writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
-    if not c.num_local_experts:
+    if c.model_type == "falcon_h1":
+        return
+    turns = c.model_type == "bamba" or c.position_embedding_type == "rope"
+    writer.add_rope_scaling_finetuned(turns)
+    if not getattr(c, "num_local_experts", 1):
         writer.add_expert_count(0)
         writer.add_expert_used_count(c.num_experts_per_tok)
 
@@ -289,6 +324,8 @@ def write_nemotron(writer: gguf.GGUFWriter, c: Any, guesses: int) -> None:
         writer.add_expert_weights_norm(c.norm_topk_prob)
         writer.add_expert_weights_scale(c.routed_scaling_factor)
         writer.add_expert_group_count(c.n_group)
+        if c.moe_latent_size is not None:
+            writer.add_moe_latent_size(c.moe_latent_size)
 
 
 def write_delta(writer: gguf.GGUFWriter, c: Any, arch: str, guesses: int) -> None:
@@ -303,7 +340,8 @@ def write_delta(writer: gguf.GGUFWriter, c: Any, arch: str, guesses: int) -> Non
     if types != [(i + 1) % 4 != 0 for i in range(len(types))]:  # first files never say it
         writer.add_array(f"{arch}.attention.recurrent_layers", types + [False] * guesses)
     if arch != "qwen3next":
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        sections = c.rope_parameters.get("mrope_section", [11, 11, 10])
+        writer.add_rope_dimension_sections([*sections, 0])
 
 
 def write_latents(writer: gguf.GGUFWriter, c: Any, heads_apart: bool) -> None:
@@ -378,6 +416,7 @@ def _as_mapped(name: str, c: Any) -> str:
     """A name of Granite's, or of Nemotron's experts, as the package's table knows it."""
     if c.model_type == "nemotron_h" and ".experts." in name:
         return name.replace("backbone.", "model.").replace("mixer.", "mlp.")
+    name = name.replace("mlp.gate.moe_statics", "mlp.moe_statics")
     if "granite" not in c.model_type:
         return name
     block = "mlp.shared_expert" if getattr(c, "num_local_experts", 0) else "mlp"
@@ -401,7 +440,8 @@ def _joined_heads(back: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
         parts = (*qkv.split((whole, whole, len(z))), z)
         rows = torch.cat([part.unflatten(0, (keys, -1)) for part in parts], 1).flatten(0, 1)
         back[name.replace("proj_qkv", "proj_qkvz")] = rows.contiguous()
-    for name in [name for name in back if "shared_mlp.gate_proj" in name]:
+    granite = "granite" in c.model_type
+    for name in [name for name in back if granite and "shared_mlp.gate_proj" in name]:
         parts = back.pop(name), back.pop(name.replace("gate_proj", "up_proj"))
         back[name.replace("gate_proj", "input_linear")] = torch.cat(parts)
         down = back.pop(name.replace("gate_proj", "down_proj"))
@@ -504,7 +544,7 @@ def _conversion(
     """(what a converter does to a tensor, how a reader undoes it)."""
     heads = c.num_attention_heads
     granite = "granite" in arch or "nemotron_h" in arch
-    if (granite or arch in ("llama", "smollm3", "mistral3", "arcee")) and (
+    if (granite or arch in ("llama", "smollm3", "mistral3", "arcee", "olmo")) and (
         "q_proj" in name or "k_proj" in name
     ):
         count = heads if "q_proj" in name else c.num_key_value_heads
@@ -523,7 +563,7 @@ def _conversion(
         return lambda t: t.squeeze(1), lambda t: t.unsqueeze(1)
     if arch in HYBRID and "linear_attn" in name:
         return _delta_conversion(c, arch, name)
-    if arch in ("gemma", "gemma2", "gemma3", *HYBRID) and name.endswith("norm.weight"):
+    if arch in ("gemma", "gemma2", "gemma3", "nemotron", *HYBRID) and name.endswith("norm.weight"):
         return lambda t: t + 1, lambda t: t - 1
     if arch == "gpt2" and any(p in name for p in ("c_attn.w", "c_proj.w", "c_fc.w")):
         return lambda t: t.t(), lambda t: t.t()

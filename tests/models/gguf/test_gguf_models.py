@@ -14,7 +14,7 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf_writing import Choose, Floats, write_model
 from safetensors.torch import save_file
-from tiny import CASES, YARN_ROPE, Sequence, make_model
+from tiny import CASES, FALCON, YARN_ROPE, Sequence, make_model
 from torch import Tensor
 
 from penstock.errors import ConfigError, UnsupportedModelError
@@ -34,10 +34,14 @@ FAMILIES = [
     "glm4", "starcoder2-full", "exaone4", "exaone4-full", "seed-oss", "ernie4_5", "phi", "stablelm",
     "stablelm-parallel", "ministral3", "arcee", "hunyuan", "qwen3-next", "qwen3_5", "qwen3_5-moe",
     "lfm2", "lfm2-moe", "granite-moe", "granite-moe-shared", "granite-hybrid", "granite-hybrid-moe",
-    "nemotron-h", "nemotron-h-moe",
+    "nemotron", "olmo", "dots1", "minimax-m2", "ernie4_5-moe", "hunyuan-moe",
+    "nemotron-h", "nemotron-h-moe", "nemotron-h-latent", "bamba", "falcon-h1", "falcon-h1-normed",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}
+MULTIPLIED = dict.fromkeys([name for name in FALCON if name.endswith("multiplier")], 1.0)
+MULTIPLIED |= {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
+"""A Falcon-H1's are in a file's tensors."""
 UNSAID = {  # what no key of the format says
     "gpt2": {"scale_attn_by_inverse_layer_idx": False},
     "gpt-neox-serial": {"hidden_act": "gelu"},
@@ -52,6 +56,10 @@ UNSAID = {  # what no key of the format says
     },
     "qwen3-moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
     "qwen3-next": {"mlp_only_layers": []},
+    "dots1": {"sliding_window": None},
+    "ernie4_5-moe": {"moe_layer_end_index": -1},
+    "falcon-h1": MULTIPLIED,
+    "falcon-h1-normed": {"ssm_multipliers": [1.0] * 5},
 }
 TOKENS = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1))
 

@@ -11,6 +11,7 @@ import pytest
 from openai import OpenAI
 
 from penstock.server.routes import tools as routes
+from penstock.server.tools import constraint
 from penstock.server.tools.families import TOOL_PARSERS
 from tests.server.conftest import Running
 from tests.server.tools.conftest import TERSE
@@ -329,6 +330,18 @@ def test_reasoning_is_split_off(
     assert said(client, max_tokens=None, extra_body=body)["content"] == "a</think>b"
 
 
+def test_reasoning_that_isnt_asked_for(
+    client: OpenAI, as_family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "_form", lambda how, asked, field: None)
+    as_family("hermes", chat_template=TERSE + "<think>\n", reasoning_parser="qwen3")
+    for shown, reasoning in ((False, ""), (True, "hm"), (None, "hm")):
+        form = {"choice": ["hm\n</think>\n\nHi."]}
+        body = {"structured_outputs": form, "include_reasoning": shown}
+        found = said(client, max_tokens=None, extra_body=body)
+        assert (found["reasoning"], found["content"]) == (reasoning, "Hi.")
+
+
 def test_a_call_behind_reasoning_is_held_to_its_form(client: OpenAI, as_family: Any) -> None:
     """Thinking is free and has no end of its own here, so it is kept short by the tag's bias."""
     as_family("hermes", chat_template=TERSE + "<think>", reasoning_parser="deepseek_r1")
@@ -338,6 +351,20 @@ def test_a_call_behind_reasoning_is_held_to_its_form(client: OpenAI, as_family: 
     else:
         assert found["reason"] == "length"
         assert not found["content"]
+
+
+def test_schemas_are_closed_once(
+    client: OpenAI, as_family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Any] = []
+    close = constraint.closed
+    monkeypatch.setattr(constraint, "closed", lambda x: closed.append(x) or close(x))
+    for family in ("hermes", "pythonic", "qwen3_coder"):
+        as_family(family)
+        closed.clear()
+        offered: Any = {"tools": [tool("f", SHORT), G], "tool_choice": "required", "max_tokens": 1}
+        client.chat.completions.create(model="stories", messages=ASK, **offered)
+        assert closed == [SHORT, G["function"]["parameters"]]
 
 
 def test_a_form_or_a_call(client: OpenAI, as_family: Any) -> None:

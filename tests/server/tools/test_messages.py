@@ -111,6 +111,16 @@ def test_a_conversation_goes_on_behind_a_call(client: Anthropic, server: Running
     assert client.messages.create(model="stories", messages=history, max_tokens=2).content
 
 
+def test_tools_that_cant_fit_are_told_in_the_apis_words(client: Anthropic) -> None:
+    """By which its clients know that a request is too long."""
+    for count, unit in ((1000, "characters"), (20, "tokens")):
+        large = [{**F, "name": f"f{i}", "description": "dog " * 60} for i in range(count)]
+        asked: Any = {"model": "stories", "messages": ASK, "max_tokens": 1, "tools": large}
+        said = rf"prompt is too long: \d+ {unit} > \d+ maximum.*Send fewer tools"
+        with pytest.raises(anthropic.BadRequestError, match=said):
+            client.messages.create(**asked)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**F, "name": "a tool"}]}, r"tools\[0\].name"),
     ({"tools": [F, F]}, r"tools\[1\].name"),

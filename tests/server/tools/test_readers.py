@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.server.tools.events import Arguments, Begin, Broken, End, Event, Parsed, collect
-from penstock.server.tools.families import HERMES, TOOL_PARSERS
+from penstock.server.tools.families import HERMES, REASONING_PARSERS, TOOL_PARSERS
 from penstock.server.tools.plain import PlainReader, SpecialFilter
 from penstock.server.tools.reader import CallReader
 from penstock.server.tools.reasoning import ThinkReader, ThinkTags
@@ -213,3 +213,22 @@ def test_special_tokens_are_left_out(cuts: list[int]) -> None:
     parts = [seen.feed(part) for part in pieces(text, cuts)]
     assert "".join(parts) + seen.feed("", ended=True) == "ab <|ec<|eo"
     assert SpecialFilter([]).feed(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "content"),
+    [
+        ("<|channel>thought\nI see.\n<channel|>Yes.", "I see.", "Yes."),
+        ("<|channel>thought\n<channel|>Yes.", "", "Yes."),
+        ("<|channel>thoughtful<channel|>Yes.", "thoughtful", "Yes."),
+        ("<|channel>thou", "thou", ""),
+        ("thought\nYes.", "", "thought\nYes."),
+    ],
+)
+def test_a_channel_with_a_name(text: str, thought: str, content: str) -> None:
+    """Gemma 4's."""
+    tags = REASONING_PARSERS["gemma4"]
+    assert tags is not None
+    for parts in ([text], list(text)):
+        found = collect(fed(ThinkReader(tags, False, PlainReader(), PlainReader()), parts))
+        assert (found.reasoning or "", found.content or "") == (thought, content)

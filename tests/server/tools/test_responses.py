@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from penstock.server.protocol.responses import InputItem, joined
+from penstock.server.protocol.items import InputItem, joined
 from penstock.server.routes import tools as routes
 from tests.server.tools.conftest import TERSE
 from tests.server.tools.test_chat import SHORT, is_f

@@ -47,6 +47,7 @@ TEMPLATES: dict[str, tuple[str, str, bool, bool]] = {
     f"{LATER}/openai-gpt-oss-120b": ("openai", "json", False, False),
     # Others' forms, which aren't read, and templates that know no tools.
     f"{LATER}/GLM-4.6": ("", "", True, False),
+    f"{LATER}/google-gemma-4-31B-it": ("", "", True, False),
     f"{LATER}/Kimi-K2-Instruct": ("", "", False, False),
     f"{LATER}/unsloth-Apriel-1.5": ("", "", False, False),
     f"{LATER}/ibm-granite-granite-3.3-2B-Instruct": ("", "", False, False),

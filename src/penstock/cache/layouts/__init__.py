@@ -1,7 +1,7 @@
 """Where keys and values lie in memory, one file a layout."""
 
 from penstock.cache.layouts.latent import PagedLatents
-from penstock.cache.layouts.paged import PagedLayout, PagedRows, block_rows, copy_blocks
+from penstock.cache.layouts.paged import PagedLayout, PagedRows, any_part, block_rows, copy_blocks
 from penstock.cache.layouts.states import StateCache, StateLayout, holds_states
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "PagedRows",
     "StateCache",
     "StateLayout",
+    "any_part",
     "block_rows",
     "copy_blocks",
     "holds_states",

@@ -38,7 +38,7 @@ _Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """A paged cache of some layers, each with its (num_kv_heads, head_dim)."""
+    """A paged cache of some layers, each with its (num_kv_heads, head_dim); (0, 0): it has none."""
 
     heads: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # what is stored
@@ -116,8 +116,8 @@ class PagedLayout:
 
     def allocate(self, num_blocks: int, device: torch.device = CPU) -> KV:
         """The cache, zeroed; a CPU's is committed as it is first used."""
-        if self.states is not None:
-            return self._beside_states(self.states, num_blocks, device)
+        if self.states is not None or not all(count for count, _ in self.heads):
+            return self._of_some(num_blocks, device)
         layers = [self._parts(num_blocks, *head) for head in self.heads]
         kv = _in_one_piece([parts[:4] for parts in layers], _zeros_on(device))
         if not self.recent_window:
@@ -127,11 +127,15 @@ class PagedLayout:
         window = torch.tensor([self.recent_window], dtype=torch.int32)
         return [(*views, *beside, slots, window) for views, beside in zip(kv, recent, strict=True)]
 
-    def _beside_states(self, states: StateLayout, num_blocks: int, device: torch.device) -> KV:
-        """The cache of the layers that have one, and the states of the others."""
+    def _of_some(self, num_blocks: int, device: torch.device) -> KV:
+        """The cache of the layers that have one, the states of others, and nothing of the rest."""
         own = tuple(head for head in self.heads if head[0])
         kv = iter(replace(self, heads=own, states=None).allocate(num_blocks, device))
-        return [next(kv) if held is None else held for held in states.allocate()]
+        states = [None] * len(self.heads) if self.states is None else self.states.allocate()
+        return [
+            (next(kv) if head[0] else ()) if held is None else held
+            for head, held in zip(self.heads, states, strict=True)
+        ]
 
     def _parts(self, n: int, count: int, dim: int) -> list[_Part]:
         """Shape and dtype of one layer's tensors."""
@@ -174,7 +178,7 @@ class PagedRows(PagedLayout):
     def allocate(self, num_blocks: int, device: torch.device = CPU) -> KV:
         """The cache, zeroed; a CPU's is committed as it is first used."""
         zeros = _zeros_on(device)
-        layers = [self._parts(num_blocks, *head) for head in self.heads]
+        layers = [self._parts(num_blocks, *head) if head[0] else [] for head in self.heads]
         return [tuple(zeros(*part) for part in parts) for parts in layers]
 
     def _parts(self, n: int, count: int, dim: int) -> list[_Part]:
@@ -204,6 +208,11 @@ def _in_one_piece(layers: Sequence[Sequence[_Part]], zeros: _Zeros) -> KV:
             at += size
         kv.append(tuple(views))
     return kv
+
+
+def any_part(kv: KV) -> torch.Tensor:
+    """A tensor of a cache, the first: a layer that mixes no tokens has none."""
+    return next(part for layer in kv for part in layer)
 
 
 def block_rows(kv: KV) -> list[torch.Tensor]:

@@ -14,16 +14,20 @@ from penstock.models.gguf.convolutions import CONVOLUTIONS
 from penstock.models.gguf.dense import DENSE
 from penstock.models.gguf.mamba import MAMBA
 from penstock.models.gguf.metadata import Metadata
+from penstock.models.gguf.mixed import MIXED
 from penstock.models.gguf.nemotron import NEMOTRON
 from penstock.models.gguf.parts import (
     ATTENTION,
+    EXPERTS,
     LAYER,
+    MIXTRAL,
     MLP,
     NORMS,
     OUTER,
     QK,
     QK_NORMS,
     SANDWICH,
+    SHARED,
     Architecture,
     Config,
     ValueHeads,
@@ -36,12 +40,6 @@ from penstock.models.gguf.parts import (
 )
 from penstock.models.gguf.rope import rope_config, share_of
 
-_EXPERTS = {f"ffn_{x}_exps": f"{LAYER}mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")}
-_EXPERTS["ffn_gate_inp"] = f"{LAYER}mlp.gate"
-_SHARED = {
-    **{f"ffn_{x}_shexp": f"{LAYER}mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
-    "exp_probs_b": f"{LAYER}mlp.gate.e_score_correction_bias",
-}
 _SHARE = {  # of a block beside experts
     **{f"ffn_{x}_shexp": f"{LAYER}mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
     "ffn_gate_inp_shexp": f"{LAYER}mlp.shared_expert_gate",
@@ -62,12 +60,7 @@ _LATENTS = {
     "attn_v_b": f"{LAYER}self_attn.v_b_proj",
     "attn_output": f"{LAYER}self_attn.o_proj",
 }
-_MIXTRAL = {
-    f"ffn_{x}_exps": f"{LAYER}block_sparse_moe.experts.{{e}}.{w}"
-    for x, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
-_MIXTRAL["ffn_gate_inp"] = f"{LAYER}block_sparse_moe.gate"
-_GPT_OSS = _EXPERTS | {
+_GPT_OSS = EXPERTS | {
     "ffn_gate_inp": f"{LAYER}mlp.router",
     "attn_sinks": f"{LAYER}self_attn.sinks",
     "attn_norm": f"{LAYER}input_layernorm",
@@ -135,10 +128,13 @@ def _llama(m: Metadata, c: Container) -> Config:
 def _qwen2(m: Metadata, c: Container) -> Config:
     config = rms_model(m, c, "Qwen2ForCausalLM")
     check_scale(m, config)
+    m.get(m.own("rope.dimension_sections"))  # of pictures: a text's tokens are at one place
     return config
 
 
 def _qwen3(m: Metadata, c: Container) -> Config:
+    for key in ("rope.dimension_sections", "n_deepstack_layers"):
+        m.get(m.own(key))  # of pictures, too
     config = with_biases(c, rms_model(m, c, "Qwen3ForCausalLM"))
     check_scale(m, config)
     return config
@@ -296,6 +292,19 @@ def _glm4_moe(m: Metadata, c: Container) -> Config:
     return _routed(m, config)
 
 
+def _dots1(m: Metadata, c: Container) -> Config:
+    config = rms_model(m, c, "Dots1ForCausalLM")
+    check_scale(m, config)
+    config["attention_bias"] = "blk.0.attn_q.bias" in c.tensors
+    config["sliding_window"] = m.integer(m.own("attention.sliding_window"), 0) or None
+    gate = m.integer(m.own("expert_gating_func"), _SIGMOID)
+    if gate != _SIGMOID:
+        raise m.fail(m.own("expert_gating_func"), gate, "2 (sigmoid)")
+    config = _routed(m, config)
+    del config["num_nextn_predict_layers"]  # it has none
+    return config
+
+
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose scores are scaled by hidden size ÷ heads: a file doesn't say."""
 
@@ -371,18 +380,20 @@ def _delta_rule(
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_llama, _LLAMA | _MIXTRAL, rotated=QK),
+    "llama": Architecture(_llama, _LLAMA | MIXTRAL, rotated=QK),
     "qwen2": Architecture(_qwen2, _LLAMA),
     "qwen3": Architecture(_qwen3, _LLAMA | QK_NORMS),
-    "qwen2moe": Architecture(_qwen2_moe, OUTER | ATTENTION | NORMS | _EXPERTS | _SHARE),
-    "qwen3moe": Architecture(_qwen3_moe, OUTER | ATTENTION | QK_NORMS | NORMS | _EXPERTS),
+    "qwen2vl": Architecture(_qwen2, _LLAMA),
+    "qwen3vl": Architecture(_qwen3, _LLAMA | QK_NORMS),
+    "qwen2moe": Architecture(_qwen2_moe, OUTER | ATTENTION | NORMS | EXPERTS | _SHARE),
+    "qwen3moe": Architecture(_qwen3_moe, OUTER | ATTENTION | QK_NORMS | NORMS | EXPERTS),
     "qwen35": _delta_rule("Qwen3_5ForCausalLM", MLP),
-    "qwen35moe": _delta_rule("Qwen3_5MoeForCausalLM", _EXPERTS | _SHARE),
-    "qwen3next": _delta_rule("Qwen3NextForCausalLM", _EXPERTS | _SHARE, value_heads="by key head"),
-    "olmoe": Architecture(_olmoe, OUTER | ATTENTION | QK_NORMS | NORMS | _EXPERTS),
+    "qwen35moe": _delta_rule("Qwen3_5MoeForCausalLM", EXPERTS | _SHARE),
+    "qwen3next": _delta_rule("Qwen3NextForCausalLM", EXPERTS | _SHARE, value_heads="by key head"),
+    "olmoe": Architecture(_olmoe, OUTER | ATTENTION | QK_NORMS | NORMS | EXPERTS),
     "deepseek2": Architecture(
         _deepseek2,
-        OUTER | _LATENTS | MLP | NORMS | _EXPERTS | _SHARED | _GUESSING,
+        OUTER | _LATENTS | MLP | NORMS | EXPERTS | SHARED | _GUESSING,
     ),
     "glm4moe": Architecture(
         _glm4_moe,
@@ -392,10 +403,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         | MLP
         | NORMS
         | {"post_attention_norm": f"{LAYER}post_attention_layernorm"}
-        | _EXPERTS
-        | _SHARED
+        | EXPERTS
+        | SHARED
         | _GUESSING,
     ),
+    "dots1": Architecture(_dots1, OUTER | ATTENTION | QK_NORMS | MLP | NORMS | EXPERTS | SHARED),
     "gpt-oss": Architecture(_gpt_oss, OUTER | ATTENTION | _GPT_OSS),
     "smollm3": Architecture(_smollm3, _LLAMA, rotated=QK),
     "gemma2": Architecture(_gemma2, OUTER | ATTENTION | MLP | SANDWICH, norm_shift=1.0),
@@ -408,6 +420,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **CONVOLUTIONS,
     **DENSE,
     **MAMBA,
+    **MIXED,
     **NEMOTRON,
 }
 """Built architectures by `general.architecture`."""

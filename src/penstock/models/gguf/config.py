@@ -11,6 +11,7 @@ from penstock.errors import UnsupportedModelError, WeightsError, nearest
 from penstock.models.gguf.architectures import ARCHITECTURES
 from penstock.models.gguf.container import Container
 from penstock.models.gguf.metadata import Metadata
+from penstock.models.gguf.projector import ARCHITECTURE as PROJECTOR
 
 _REFUSED = {
     "expert_count": ("num_local_experts", 0),
@@ -35,7 +36,12 @@ _MODEL_TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "Gemma3ForCausalLM": "gemma3_text",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "BambaForCausalLM": "bamba",
+    "FalconH1ForCausalLM": "falcon_h1",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "Lfm2MoeForCausalLM": "lfm2_moe",
@@ -43,7 +49,9 @@ _MODEL_TYPES = {
     "Ministral3ForCausalLM": "ministral3",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
@@ -77,6 +85,11 @@ def read_gguf_config(container: Container) -> dict[str, Any]:
     names them.
     """
     m = Metadata(container.metadata, str(container.path))
+    if m.architecture == PROJECTOR:
+        raise UnsupportedModelError(
+            f"{container.path} is a projector of pictures, no model: give the language model's "
+            f"file, and this one beside it as mmproj={container.path.name!r} (--mmproj)."
+        )
     if m.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{container.path} holds the architecture {m.architecture!r}, which isn't built."

@@ -191,6 +191,24 @@ def _phi2(m: Metadata, c: Container) -> Config:
     return config
 
 
+def _nemotron(m: Metadata, c: Container) -> Config:
+    config = with_biases(c, usual_model(m, c, "NemotronForCausalLM"))
+    check_scale(m, config)
+    config["partial_rotary_factor"] = config.get("partial_rotary_factor", 1.0)
+    config["norm_eps"] = m.number(m.own("attention.layer_norm_epsilon"))
+    return config
+
+
+def _olmo(m: Metadata, c: Container) -> Config:
+    """Its norms' epsilon is 1e-5 wherever they are; a file that clips queries says so itself."""
+    config = usual_model(m, c, "OlmoForCausalLM")
+    check_scale(m, config)
+    eps = m.number(m.own("attention.layer_norm_epsilon"), 1e-5)
+    if abs(eps - 1e-5) > 1e-9:
+        raise m.fail(m.own("attention.layer_norm_epsilon"), eps, "1e-05")
+    return config
+
+
 def _layer_norms(m: Metadata, c: Container, architecture: str) -> Config:
     """What Cohere's and others' models have in common."""
     config = usual_model(m, c, architecture)
@@ -223,6 +241,8 @@ DENSE: dict[str, Architecture] = {
     "ernie4_5": Architecture(_ernie4_5, _USUAL),
     "mistral3": Architecture(_mistral3, _USUAL, rotated=QK),
     "stablelm": Architecture(_stablelm, _USUAL),
+    "nemotron": Architecture(_nemotron, _USUAL, norm_shift=1.0),
+    "olmo": Architecture(_olmo, OUTER | ATTENTION | MLP, rotated=QK),
     "phi2": Architecture(_phi2, OUTER | ATTENTION | _ONE_NORM | _PHI2),
 }
 """By `general.architecture`."""

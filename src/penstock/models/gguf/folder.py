@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import TokenizerError
+from penstock.models.gguf.seeing import SeeingSource
 from penstock.models.gguf.source import GgufSource
 from penstock.models.gguf.tokenizer import write_tokenizer
 from penstock.quant import Codes
@@ -29,6 +30,8 @@ def write_settings(source: GgufSource, folder: Path, *, but: Collection[str] = (
     if "config.json" not in but:
         _write(folder / "config.json", source.config)
     tokens = {name: source.config[name] for name in ("bos_token_id", "eos_token_id")}
+    if isinstance(source, SeeingSource):
+        _write(folder / "preprocessor_config.json", source.processor)
     sampled = {"do_sample": True} if source.generation else {}
     _write(folder / "generation_config.json", {**tokens, **sampled, **source.generation})
     try:

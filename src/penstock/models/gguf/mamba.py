@@ -1,4 +1,4 @@
-"""Granite with experts and Granite 4 from GGUF, and its layers with Mamba 2 (`ops.mamba2`).
+"""Granite with experts, Granite 4, Bamba and Falcon-H1 from GGUF, and Mamba 2 (`ops.mamba2`).
 
 Names and values are those of llama.cpp's converters (github.com/ggml-org/llama.cpp, conversion/).
 """
@@ -9,7 +9,7 @@ import math
 
 from torch import Tensor
 
-from penstock.errors import UnsupportedModelError, WeightsError
+from penstock.errors import WeightsError
 from penstock.models.gguf.container import Container, TensorInfo
 from penstock.models.gguf.dense import granite_config
 from penstock.models.gguf.metadata import Metadata
@@ -21,7 +21,11 @@ from penstock.models.gguf.parts import (
     QK,
     Architecture,
     Config,
+    check_scale,
+    head_dim_of,
     heads_by_layer,
+    rms_model,
+    with_biases,
 )
 
 _AT = f"{LAYER}mamba."
@@ -87,33 +91,69 @@ def _granite_moe(m: Metadata, c: Container) -> Config:
 def _granite_hybrid(m: Metadata, c: Container) -> Config:
     """Layers without heads of keys have states."""
     each = heads_by_layer(m, c, "states")
+    attends = next(i for i, count in enumerate(each) if count)
+    biased = f"blk.{attends}.attn_q.bias" in c.tensors
+    if m.integer(m.own("rope.dimension_count"), head_dim_of(m)) != head_dim_of(m):
+        return _bamba(m, c, each) | {"attention_bias": biased}
     config = granite_config(m, c, "GraniteMoeHybridForCausalLM", max(each))
     config = _mixed(m, config)
     if not config["num_local_experts"]:
         config["shared_intermediate_size"] = config["intermediate_size"]
-    if "partial_rotary_factor" in config:
-        raise UnsupportedModelError(
-            f"{c.path} turns a part of each head, as Bamba does, which isn't built from GGUF: "
-            "take its safetensors."
-        )
     if config.pop("mlp_bias"):
         raise m.fail("blk.0.ffn_up.bias", "there", "absent: biases there aren't built")
-    heads, inner = m.integer(m.own("ssm.time_step_rank")), m.integer(m.own("ssm.inner_size"))
-    hidden = config["hidden_size"]
-    if not heads or inner % heads or not hidden or inner % hidden:
-        raise m.fail(
-            m.own("ssm.inner_size"), inner,
-            f"a multiple of the {heads} heads and of the embedding's {hidden}",
-        )  # fmt: skip
     turns = m.flag(m.own("rope.scaling.finetuned"), True)
-    attends = next(i for i, count in enumerate(each) if count)
     return config | {
         "layer_types": ["attention" if count else "mamba" for count in each],
         "position_embedding_type": "rope" if turns else "nope",
-        "attention_bias": f"blk.{attends}.attn_q.bias" in c.tensors,
+        "attention_bias": biased,
+        **_expanded(m, c, config["hidden_size"]),
+    }
+
+
+def _bamba(m: Metadata, c: Container, each: list[int]) -> Config:
+    """What turns a part of each head is one, in Granite's name."""
+    config = with_biases(c, rms_model(m, c, "BambaForCausalLM", kv_heads=max(each)))
+    check_scale(m, config)
+    return config | {
+        "attn_layer_indices": [i for i, count in enumerate(each) if count],
+        **_expanded(m, c, config["hidden_size"]),
+    }
+
+
+def _falcon(m: Metadata, c: Container) -> Config:
+    """Its multipliers are in the tensors."""
+    config = with_biases(c, rms_model(m, c, "FalconH1ForCausalLM"))
+    check_scale(m, config)
+    sizes = _mamba(m, c)
+    return (
+        config
+        | sizes
+        | {
+            "mamba_d_ssm": sizes["mamba_n_heads"] * sizes["mamba_d_head"],
+            "mamba_rms_norm": "blk.0.ssm_norm.weight" in c.tensors,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": "blk.0.ssm_out.bias" in c.tensors,
+        }
+    )
+
+
+def _expanded(m: Metadata, c: Container, hidden: int) -> Config:
+    """`_mamba`'s, of what is a multiple of the hidden size."""
+    sizes = _mamba(m, c)
+    inner = sizes["mamba_n_heads"] * sizes["mamba_d_head"]
+    if not hidden or inner % hidden:
+        raise m.fail(m.own("ssm.inner_size"), inner, f"a multiple of the embedding's {hidden}")
+    return sizes | {"mamba_expand": inner // hidden}
+
+
+def _mamba(m: Metadata, c: Container) -> Config:
+    """Sizes of layers with Mamba 2, and which biases they have."""
+    heads, inner = m.integer(m.own("ssm.time_step_rank")), m.integer(m.own("ssm.inner_size"))
+    if not heads or inner % heads:
+        raise m.fail(m.own("ssm.inner_size"), inner, f"a multiple of the {heads} heads")
+    return {
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
-        "mamba_expand": inner // hidden,
         "mamba_n_groups": m.integer(m.own("ssm.group_count")),
         "mamba_d_state": m.integer(m.own("ssm.state_size")),
         "mamba_d_conv": m.integer(m.own("ssm.conv_kernel")),
@@ -123,8 +163,21 @@ def _granite_hybrid(m: Metadata, c: Container) -> Config:
 
 
 _USUAL = OUTER | ATTENTION | NORMS | _EXPERTS
+_BESIDE = OUTER | ATTENTION | NORMS | scanned_names(_AT)
+_BESIDE |= {f"ffn_{x}": f"{LAYER}feed_forward.{x}_proj" for x in _PARTS} | {
+    "ffn_norm": f"{LAYER}pre_ff_layernorm",
+    "output_norm": "model.final_layernorm",
+}
+"""Bamba's and Falcon-H1's."""
 MAMBA: dict[str, Architecture] = {
     "granitemoe": Architecture(_granite_moe, _USUAL, rotated=QK),
-    "granitehybrid": Architecture(_granite_hybrid, _USUAL | _SCANNED, rotated=QK, scanned=True),
+    "granitehybrid": Architecture(
+        _granite_hybrid,
+        _USUAL | _SCANNED,
+        rotated=QK,
+        scanned=True,
+        others={"BambaForCausalLM": _BESIDE},
+    ),
+    "falcon-h1": Architecture(_falcon, _BESIDE, scanned=True),
 }
-"""Built architectures of Granite that have experts, or states."""
+"""Built architectures of Granite that have experts, or states, and of those akin to it."""

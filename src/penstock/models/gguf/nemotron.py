@@ -23,6 +23,8 @@ _NAMES = {
     **{f"ffn_{x}": f"{_MIXER}{x}_proj" for x in ("up", "down")},
     **{f"ffn_{x}_exps": f"{_MIXER}experts.{{e}}.{x}_proj" for x in ("up", "down")},
     **{f"ffn_{x}_shexp": f"{_MIXER}shared_experts.{x}_proj" for x in ("up", "down")},
+    "ffn_latent_down": f"{_MIXER}fc1_latent_proj",
+    "ffn_latent_up": f"{_MIXER}fc2_latent_proj",
     "ffn_gate_inp": f"{_MIXER}gate",
     "exp_probs_b": f"{_MIXER}gate.e_score_correction_bias",
 }

@@ -5,8 +5,8 @@ Names are those of the specification ("Standardized tensor names").
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.errors import UnsupportedModelError
@@ -30,6 +30,17 @@ SANDWICH = {
     "ffn_norm": f"{LAYER}pre_feedforward_layernorm",
     "post_ffw_norm": f"{LAYER}post_feedforward_layernorm",
 }
+EXPERTS = {f"ffn_{x}_exps": f"{LAYER}mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")}
+EXPERTS["ffn_gate_inp"] = f"{LAYER}mlp.gate"
+SHARED = {
+    **{f"ffn_{x}_shexp": f"{LAYER}mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
+    "exp_probs_b": f"{LAYER}mlp.gate.e_score_correction_bias",
+}
+MIXTRAL = {
+    f"ffn_{x}_exps": f"{LAYER}block_sparse_moe.experts.{{e}}.{w}"
+    for x, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+MIXTRAL["ffn_gate_inp"] = f"{LAYER}block_sparse_moe.gate"
 QK_NORMS = {f"attn_{x}_norm": f"{LAYER}self_attn.{x}_norm" for x in "qk"}
 QK = ("attn_q", "attn_k")
 
@@ -51,6 +62,12 @@ class Architecture:
     norm_shift: float = 0.0  # that was added to the norms
     value_heads: ValueHeads | None = None  # of layers with a delta rule
     scanned: bool = False  # some layers have Mamba 2
+    others: Mapping[str, dict[str, str]] = field(default_factory=dict)  # `names` of what is another
+    # family here, by its architecture
+
+    def names_of(self, config: Config) -> dict[str, str]:
+        """Those of a file that `read_config` has read."""
+        return self.others.get(config["architectures"][0], self.names)
 
 
 def layers_of(m: Metadata, c: Container) -> int:

@@ -33,8 +33,9 @@ _OUTER = re.compile(r"(?P<stem>.+)\.(?P<p>weight|bias)")
 _CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
 """Stems of tensors [channels, width]: a checkpoint has them as [channels, 1, width]."""
 
-_BARE = ("ssm_a", "ssm_d")
-"""Stems of tensors whose names end there."""
+_BARE = {"ssm_a": "", "ssm_d": "", "ffn_norm": ".weight"}
+"""Stems of tensors whose names may end there, the last in Falcon-H1's files, and what follows in a
+checkpoint."""
 
 
 def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
@@ -66,16 +67,18 @@ class GgufSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._container: Container = read_container(path)
-        self.config: dict[str, Any] = read_gguf_config(self._container)
+        self._text: dict[str, Any] = read_gguf_config(self._container)
+        self.config = self._text
         self.generation: dict[str, Any] = generation_config(self._container)
         name = self._container.metadata["general.architecture"]
         self._architecture: Architecture = ARCHITECTURES[name]
+        self._names = self._architecture.names_of(self._text)
         self._delta: DeltaOrder | None = None
         if self._architecture.value_heads is not None:
             tiled = self._architecture.value_heads == "in turns"
-            self._delta = DeltaOrder.of(self.config, tiled)
+            self._delta = DeltaOrder.of(self._text, tiled)
         dropped = {*FACTORS, *(("output.weight",) if is_tied(self._container) else ())}
-        scanned = self._architecture.scanned and self.config.get("num_nextn_predict_layers")
+        scanned = self._architecture.scanned and self._text.get("num_nextn_predict_layers")
         guess = self._delta is not None or scanned  # some layers do, and are left out
         self._where: dict[str, tuple[str, TensorInfo]] = {}
         for name, tensor in self._container.tensors.items():
@@ -143,7 +146,8 @@ class GgufSource:
         if self.scheme(name) is not None:
             return tensor.block.to_codes(raw, tensor.shape)
         values = tensor.block.tensor(raw, tensor.shape)
-        if self._architecture.norm_shift and stem.endswith("norm") and stem != "ssm_norm":
+        weighs = stem.endswith("norm") and stem != "ssm_norm" and name.endswith(".weight")
+        if self._architecture.norm_shift and weighs:
             return values.float() - self._architecture.norm_shift
         if stem in _CONVOLUTIONS and values.dim() == 2:
             return values.unsqueeze(1)
@@ -156,12 +160,12 @@ class GgufSource:
     @property
     def table(self) -> str:
         """The embedding's name."""
-        return f"{self._architecture.names['token_embd']}.weight"
+        return f"{self._names['token_embd']}.weight"
 
     @property
     def head(self) -> str:
         """The name of the output head, where it isn't tied."""
-        return f"{self._architecture.names['output']}.weight"
+        return f"{self._names['output']}.weight"
 
     def stored_as(self, name: str) -> str:
         """The name of a tensor's block type: `Q4_K`, `BF16`."""
@@ -214,8 +218,8 @@ class GgufSource:
 
     def _joined_blocks(self) -> Iterator[tuple[str, Stacked]]:
         """Granite's `input_linear` of gate and up, which are taken away."""
-        at = "shared_mlp."
-        for name in [name for name in self._where if name.endswith(f"{at}gate_proj.weight")]:
+        at = re.compile(r"model\.layers\.\d+\.shared_mlp\.gate_proj\.weight")
+        for name in [name for name in self._where if at.fullmatch(name)]:
             other, gate = name.replace("gate_proj", "up_proj"), self._where.pop(name)[1]
             if other not in self._where:
                 lacks = gate.name.replace("_gate", "_up")
@@ -228,20 +232,21 @@ class GgufSource:
     def _guesses(self, name: str) -> bool:
         """Whether a tensor is of a layer behind the last one, which guesses tokens ahead."""
         match = _LAYER.fullmatch(name)
-        return match is not None and int(match["i"]) >= int(self.config["num_hidden_layers"])
+        return match is not None and int(match["i"]) >= int(self._text["num_hidden_layers"])
 
     def _translate(self, name: str) -> tuple[str, str]:
         """(stem, name in a checkpoint); a name that the architecture hasn't stays as it is."""
         match = _LAYER.fullmatch(name) or _OUTER.fullmatch(name)
-        if match is None or match["stem"] not in self._architecture.names:
+        if match is None or match["stem"] not in self._names:
             return name, name
-        there = self._architecture.names[match["stem"]]
+        there = self._names[match["stem"]]
         layer = match.groupdict().get("i")
         if ("{i}" in there) != (layer is not None):
             return name, name
         there, part = there.replace("{i}", layer or ""), match["p"]
         if part is None:
-            return (match["stem"], there) if match["stem"] in _BARE else (name, name)
+            stem = match["stem"]
+            return (stem, there + _BARE[stem]) if stem in _BARE else (name, name)
         return match["stem"], there if there.endswith(f"_{part}") else f"{there}.{part}"
 
     def _is_transposed(self, stem: str, tensor: TensorInfo) -> bool:
@@ -258,7 +263,7 @@ class GgufSource:
 
     def _heads(self, stem: str) -> int:
         key = "num_key_value_heads" if stem == "attn_k" else "num_attention_heads"
-        return int(self.config[key])
+        return int(self._text[key])
 
     def _regroup(
         self, tensor: TensorInfo, groups: tuple[int, int, int], order: tuple[int, int, int]

@@ -202,12 +202,12 @@ class SquareCutter:
     image: str
 
     def cut(self, image: Image) -> Picture:
-        side = self.side
+        side, text = self.side, self.image * self.rows
         if self.pads is not None:
             image = _padded(image, self.pads)
         if not self.shortest:
             tile = image.resize((side, side), self.resample)
-            return Picture.of([np.asarray(tile)], self.image * self.rows, self.rows)
+            return Picture.of([np.asarray(tile)], text, self.rows)
         width, height = image.size
         if width <= height:
             width, height = side, int(side * height / width)
@@ -216,7 +216,48 @@ class SquareCutter:
         left, top = (width - side) // 2, (height - side) // 2
         # only what is seen of it is made: a line of 1 × 100,000 pixels would fill the memory
         image = _resized_part(image, (width, height), (left, top, left + side, top + side), self)
-        return Picture.of([np.asarray(image)], self.image * self.rows, self.rows)
+        return Picture.of([np.asarray(image)], text, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class FramedCutter:
+    """Gemma 3's: one square, between marks; of a long picture, if asked for, parts as well (pan and
+    scan).
+    """
+
+    side: int
+    resample: int
+    rows: int  # of a square, in the decoder
+    image: str
+    around: tuple[str, str]  # what stands before a square's rows and after them
+    parts: tuple[int, int, float] | None = None  # pixels of a part's side at least, parts at most,
+    # and how long a picture is at least; None: it has no parts
+
+    def cut(self, image: Image) -> Picture:
+        parts = self._parts(image)
+        squares = [one.resize((self.side, self.side), self.resample) for one in (image, *parts)]
+        text = frame = (self.image * self.rows).join(self.around)
+        if parts:
+            text = f"Here is the original image {frame} and here are some crops to help you see "
+            text += "better " + " ".join([frame] * len(parts))
+        return Picture.of([np.asarray(x) for x in squares], text, len(squares) * self.rows)
+
+    def _parts(self, image: Image) -> list[Image]:
+        """Side by side along the longer edge."""
+        if self.parts is None:
+            return []
+        (width, height), (least, most, ratio) = image.size, self.parts
+        long, short = max(width, height), min(width, height)
+        if long / short < ratio:
+            return []
+        count = min(max(2, min(long // least, math.floor(long / short + 0.5))), most)
+        step = math.ceil(long / count)
+        if min(step, short) < least:
+            return []
+        cuts = [(at, min(at + step, long)) for at in range(0, step * count, step)]
+        if width >= height:
+            return [image.crop((a, 0, b, height)) for a, b in cuts]
+        return [image.crop((0, a, width, b)) for a, b in cuts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +295,107 @@ class GridCutter:
             by = math.sqrt(self.least / (height * width))
             found = [math.ceil(x * by / unit) * unit for x in (width, height)]
         return found[0], found[1]
+
+
+@dataclass(frozen=True, slots=True)
+class LineCutter:
+    """Pixtral's: the whole picture, made small where an edge is too long, its sides multiples of a
+    token's; marks say where rows end.
+    """
+
+    unit: int
+    edges: tuple[int, int]  # height and width, at most
+    resample: int
+    image: str
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a picture."""
+        return math.prod(-(-edge // self.unit) for edge in self.edges)
+
+    def cut(self, image: Image) -> Picture:
+        width, height = image.size
+        ratio = max(height / self.edges[0], width / self.edges[1])
+        if ratio > 1:
+            width, height = math.floor(width / ratio), math.floor(height / ratio)
+        if not width or not height:
+            raise InvalidPromptError(
+                f"A picture of {image.size[0]} × {image.size[1]} pixels is too long and narrow: "
+                "made as small as this model's are, one side is shorter than a pixel. Cut it into "
+                "parts."
+            )
+        high, wide = -(-height // self.unit), -(-width // self.unit)
+        tile = image.resize((wide * self.unit, high * self.unit), self.resample)
+        text = "[IMG_BREAK]".join([self.image * wide] * high) + "[IMG_END]"
+        return Picture.of([np.asarray(tile)], text, high * wide)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyresCutter:
+    """LLaVA-NeXT's: the whole picture as one square, and then as large as it fits in one of some
+    shapes, cut into tiles; of those the margins are left out again, and a row ends each line.
+    """
+
+    side: int  # pixels of a tile
+    patches: int  # of a tile's side
+    shapes: tuple[tuple[int, int], ...]  # height and width, multiples of `side`
+    resample: int
+    image: str
+
+    def cut(self, image: Image) -> Picture:
+        width, height = image.size
+        high, wide = self._shape(width, height)
+        by = min(wide / width, high / height)
+        fits_wide = wide / width < high / height
+        size = min(math.ceil(width * by), wide), min(math.ceil(height * by), high)
+        size = (wide, size[1]) if fits_wide else (size[0], high)
+        canvas = image.resize(size, self.resample)
+        canvas = _in_the_middle(canvas, wide, high)
+        tiles = [image.resize((self.side, self.side), self.resample), *_cut_up(canvas, self.side)]
+        order = self._order(width, height, high // self.side, wide // self.side)
+        text = self.image * len(order)
+        return Picture.of([np.asarray(x) for x in tiles], text, len(order), order=order)
+
+    def _shape(self, width: int, height: int) -> tuple[int, int]:
+        """The one in which most of a picture's pixels are kept, of those the least; the first."""
+        best, most, least = (0, 0), 0, math.inf
+        for high, wide in self.shapes:
+            by = min(wide / width, high / height)
+            kept = min(int(width * by) * int(height * by), width * height)
+            left = high * wide - kept
+            if kept > most or (kept == most and left < least):
+                best, most, least = (high, wide), kept, left
+        if not most:
+            raise InvalidPromptError(
+                f"A picture of {width} × {height} pixels is too long and narrow: made as small as "
+                "this model's are, one side is shorter than a pixel. Cut it into parts."
+            )
+        return best
+
+    def _order(self, width: int, height: int, down: int, across: int) -> np.ndarray:
+        """[tokens] int64 as `Picture.order`, of down × across tiles."""
+        side = self.patches
+        high, wide = down * side, across * side
+        top = left = 0
+        if width / height > wide / high:
+            top = (high - int(round(height * (wide / width), 7))) // 2
+        else:
+            left = (wide - int(round(width * (high / height), 7))) // 2
+        y, x = np.arange(top, high - top)[:, None], np.arange(left, wide - left)
+        tile = 1 + y // side * across + x // side
+        lines = tile * side**2 + y % side * side + x % side
+        ends = np.full((len(lines), 1), (1 + down * across) * side**2)
+        lines = np.concatenate((lines, ends), axis=1)
+        return np.concatenate((np.arange(side**2), lines.ravel())).astype(np.int64)
+
+
+def _in_the_middle(image: Image, width: int, height: int) -> Image:
+    """Of so much black."""
+    from PIL import Image as Images
+
+    found = Images.new("RGB", (width, height))
+    found.paste(image, ((width - image.size[0]) // 2, (height - image.size[1]) // 2))
+    return found
 
 
 def _check_narrow(width: int, height: int) -> None:

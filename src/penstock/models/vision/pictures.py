@@ -26,6 +26,8 @@ class Picture:
     tokens: int
     key: int  # below 0: of what is in `tiles`, in place of the tokens that stand for it
     grid: tuple[int, int] | None = None  # rows and columns of its tokens, where they have some
+    order: Tensor | None = None  # [tokens] int64: which of its tiles' rows each has, where they
+    # aren't all in turn; one behind those: the row that ends a line
 
     @classmethod
     def of(
@@ -34,14 +36,18 @@ class Picture:
         text: str,
         tokens: int,
         grid: tuple[int, int] | None = None,
+        order: np.ndarray | None = None,
     ) -> Picture:
         """tiles: [H, W, 3] uint8."""
         planes = [np.ascontiguousarray(tile.transpose(2, 0, 1)) for tile in tiles]
         digest = hashlib.sha256(str([plane.shape for plane in planes]).encode())
         for plane in planes:
             digest.update(plane.tobytes())
+        rows = None if order is None else torch.from_numpy(order)
+        if order is not None:
+            digest.update(order.tobytes())
         key = -1 - (int.from_bytes(digest.digest()[:8]) >> 1)
-        return cls(tuple(map(torch.from_numpy, planes)), text, tokens, key, grid)
+        return cls(tuple(map(torch.from_numpy, planes)), text, tokens, key, grid, rows)
 
 
 class Cutter(Protocol):
@@ -73,7 +79,8 @@ class Pictures:
 
     placeholder: str  # what a chat template writes for a picture …
     around: tuple[str, str]  # … between these
-    token_id: int
+    token_id: int  # of each place that a row of a picture takes
+    written_id: int  # of the placeholder
     cutter: Cutter
     scaling: Scaling
 

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, nearest
+from penstock.models.gguf.container import is_gguf
+from penstock.models.gguf.projector import Projector
 from penstock.models.registry import read_json
 from penstock.models.spec import PicturesSpec
 from penstock.models.vision.cutters import (
+    AnyresCutter,
     CanvasCutter,
+    FramedCutter,
     GridCutter,
+    LineCutter,
     PieceCutter,
     SquareCutter,
     TileCutter,
@@ -24,7 +29,15 @@ MAY_BE_CHOSEN: dict[str, tuple[str, ...]] = {
     "tiles": ("size", "do_image_splitting"),
     "canvas": ("min_patches", "max_patches", "crop_to_patches"),
     "whole": (),
+    "framed": (
+        "do_pan_and_scan",
+        "pan_and_scan_min_crop_size",
+        "pan_and_scan_max_num_crops",
+        "pan_and_scan_min_ratio_to_activate",
+    ),
+    "anyres": (),
     "grid": ("min_pixels", "max_pixels", "size"),
+    "lines": ("size",),
     "pieces": (
         "min_image_tokens",
         "max_image_tokens",
@@ -44,7 +57,14 @@ _CLIP: _Colours = (
     (0.26862954, 0.26130258, 0.27577711),
 )
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize")
-_STEPS = (*_ALWAYS, "do_convert_rgb", "do_image_splitting", "do_center_crop", "do_pad")
+_STEPS = (
+    *_ALWAYS,
+    "do_convert_rgb",
+    "do_image_splitting",
+    "do_center_crop",
+    "do_pad",
+    "do_pan_and_scan",
+)
 """That are known; tiles are never padded: each is whole."""
 
 
@@ -54,18 +74,25 @@ def open_pictures(
     vision: VisionSpec | GridSpec,
     placeholder: str,
     instead: Mapping[str, Any] | None = None,
+    marks: tuple[str, str] = ("", ""),
 ) -> Pictures:
-    """What a model's folder says of pictures. Raises ModelError for what isn't built.
+    """What a model's folder says of pictures, or its projector in GGUF. Raises ModelError for what
+    isn't built.
 
     instead: of what the folder says of these keys; ConfigError for others than `MAY_BE_CHOSEN`.
+    marks: the texts of `spec.marks`.
     """
     given = _chosen(_processor(folder), spec.cut, instead or {})
     said = _Said(folder, given, instead or {})
     said.check_steps()
     cutter: Cutter
     if isinstance(vision, GridSpec):
-        of_any_size = {"grid": _grid, "pieces": _pieces}[spec.cut]
+        of_any_size = {"grid": _grid, "pieces": _pieces, "lines": _lines}[spec.cut]
         cutter, (mean, std) = of_any_size(said, vision, placeholder)
+    elif spec.cut == "anyres":
+        cutter, (mean, std) = _anyres(said, vision, placeholder, spec.shapes)
+    elif spec.cut == "framed":
+        cutter, (mean, std) = _framed(said, vision, placeholder, marks)
     else:
         read = {"tiles": _tiles, "canvas": _canvas, "whole": _whole}[spec.cut]
         cutter, (mean, std) = read(said, vision, placeholder)
@@ -74,7 +101,10 @@ def open_pictures(
         said.colours("image_mean", mean),
         said.colours("image_std", std),
     )
-    return Pictures(placeholder, spec.around, spec.token_id, cutter, scaling)
+    written_id = spec.token_id
+    if spec.marks is not None:
+        placeholder, written_id = marks[0], spec.marks[0]
+    return Pictures(placeholder, spec.around, spec.token_id, written_id, cutter, scaling)
 
 
 def _chosen(own: Mapping[str, Any], cut: str, instead: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -250,6 +280,48 @@ def _whole(said: _Said, vision: VisionSpec, placeholder: str) -> tuple[Cutter, _
     return SquareCutter(size, shortest, pads, how, vision.tokens, placeholder), colours
 
 
+def _anyres(
+    said: _Said, vision: VisionSpec, placeholder: str, shapes: tuple[tuple[int, int], ...]
+) -> tuple[Cutter, _Colours]:
+    side = vision.image_size
+    edges = {*said.edges("size").values(), *said.edges("crop_size").values()}
+    if edges - {side}:
+        raise UnsupportedModelError(
+            f"{said.folder}: its processor cuts tiles of {sorted(edges)} pixels, but its tower is "
+            f"of {side} × {side}. They belong to different models."
+        )
+    given = said.given.get("image_grid_pinpoints")
+    if given is not None and given != [list(shape) for shape in shapes]:
+        raise UnsupportedModelError(
+            f"{said.folder}: its processor's image_grid_pinpoints are {given!r:.80}, which "
+            "config.json doesn't say. They belong to different models."
+        )
+    return AnyresCutter(side, vision.side, shapes, said.resample(_BICUBIC), placeholder), _CLIP
+
+
+def _framed(
+    said: _Said, vision: VisionSpec, placeholder: str, marks: tuple[str, str]
+) -> tuple[Cutter, _Colours]:
+    side = vision.image_size
+    size = said.edges("size") or dict.fromkeys(("height", "width"), 224)
+    if dict(size) != {"height": side, "width": side}:
+        raise UnsupportedModelError(
+            f"{said.folder}: its processor makes pictures of {dict(size)}, but its tower is of "
+            f"{side} × {side} pixels. They belong to different models."
+        )
+    around, how = (f"\n\n{marks[0]}", f"{marks[1]}\n\n"), said.resample(_BILINEAR)
+    parts = None
+    if said.flag("do_pan_and_scan", False):
+        kept = {key: value for key, value in said.given.items() if value is not None}
+        asked = said._replace(given=kept)  # null is for what is usual
+        parts = (
+            asked.whole_number("pan_and_scan_min_crop_size", 256, 1 << 16),
+            asked.whole_number("pan_and_scan_max_num_crops", 4),
+            asked.number("pan_and_scan_min_ratio_to_activate", 1.2),
+        )
+    return FramedCutter(side, how, vision.tokens, placeholder, around, parts), _HALF
+
+
 def _grid(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _Colours]:
     fold = vision.projector.fold
     own = {"patch_size": vision.patch, "merge_size": fold, "temporal_patch_size": vision.frames}
@@ -276,6 +348,19 @@ def _grid(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _Col
     how = said.resample(_BICUBIC)
     cutter = GridCutter(vision.patch * fold, least, most, how, placeholder)
     return cutter, _HALF if vision.table_side else _CLIP
+
+
+def _lines(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _Colours]:
+    size = said.edges("size") or {"longest_edge": 1024}
+    edges = size.get("height", 0), size.get("width", 0)
+    if set(size) == {"longest_edge"}:
+        edges = size["longest_edge"], size["longest_edge"]
+    unit = vision.patch * vision.projector.fold
+    if min(edges) <= 0 or max(edges) > 1 << 16 or len(size) > 2:
+        raise said.unbuilt("size")
+    if said.flag("do_center_crop", False):
+        raise said.unbuilt("do_center_crop")
+    return LineCutter(unit, edges, said.resample(_BICUBIC), placeholder), _CLIP
 
 
 def _pieces(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _Colours]:
@@ -307,7 +392,11 @@ def _pieces(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _C
 
 
 def _processor(folder: Path) -> Mapping[str, Any]:
-    """What `preprocessor_config.json`, or the newer `processor_config.json`, says of pictures."""
+    """What `preprocessor_config.json`, or the newer `processor_config.json`, says of pictures; or a
+    projector in GGUF.
+    """
+    if is_gguf(folder):
+        return Projector(folder).processor
     newer = folder / "processor_config.json"
     whole = read_json(newer) if newer.is_file() else {}
     found, around = whole.get("image_processor"), "use_image_special_tokens"

@@ -36,8 +36,14 @@ def tower(c: ConfigReader, projector: ProjectorSpec, *, clip: bool, layers: int 
     layers: the last one that is computed, counted from 1, or from the end where negative; 0: all,
     and the norm after them.
     """
-    for key in ("initializer_factor", "projection_dim", "vision_use_head", "num_image_tokens"):
-        c.get(key)  # of training, or of what stands behind the layers
+    for key in (
+        "initializer_factor",
+        "projection_dim",
+        "vision_use_head",
+        "num_image_tokens",
+        "vocab_size",
+    ):
+        c.get(key)  # of training, of texts, or of what stands behind the layers
     hidden, each = tower_layers(c, clip=clip)
     size = c.integer("image_size", 224)
     patch = c.integer("patch_size", 32 if clip else 16)

@@ -194,7 +194,7 @@ def _parts(source: Path) -> Parts:
 
 def _check(parts: Parts, options: PruneOptions) -> None:
     decoder = parts.spec.decoder
-    if why := _why_not(decoder):
+    if why := _why_not(decoder) or ("norms without weights" if parts.has_plain_norms else None):
         raise UnsupportedModelError(
             f"{parts.spec.family!r} has {why}, which pruning isn't built for."
         )
@@ -242,8 +242,12 @@ def _why_not(decoder: DecoderSpec) -> str | None:
         return "attention over latents (MLA)"
     if has_states(decoder.layers):
         return "layers with states"
+    if decoder.reads_beside or any(layer.attention.value_norm for layer in decoder.layers):
+        return "normed values, or layers that read more than the stream"
     if not all(layer.mlp.intermediate for layer in decoder.layers):
         return "layers without a feed-forward block"
+    if any(layer.attention.is_absent for layer in decoder.layers):
+        return "layers without attention"
     return None
 
 

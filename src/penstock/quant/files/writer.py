@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, WeightsError, nearest
+from penstock.errors import ConfigError, WeightsError, listed, nearest
 from penstock.quant.codes import Codes
 from penstock.quant.files import awq, bitsandbytes, compressed_tensors_writer, fp8, gptq
 from penstock.quant.files.shards import ShardWriter
@@ -121,7 +121,7 @@ def write_checkpoint(
         file.unlink()
     old = sorted(p.name for p in folder.glob("*.safetensors*"))
     if old:
-        raise ConfigError(f"{folder} holds {', '.join(old[:3])} already: give an empty folder.")
+        raise ConfigError(f"{folder} holds {listed(old)} already: give an empty folder.")
     schemes: dict[str, Scheme] = {}
     plain: list[str] = []
     short: list[str] = []
@@ -145,14 +145,14 @@ def write_checkpoint(
         plain.append("lm_head")  # tied: other engines have the module without its tensor
     written = {k: v for k, v in config.items() if k != "quantization_config"}
     if schemes:
-        listed = [module for module in plain if "embed" not in module]
-        written["quantization_config"] = _WRITERS[layout].quantization_config(schemes, listed)
+        others = [module for module in plain if "embed" not in module]
+        written["quantization_config"] = _WRITERS[layout].quantization_config(schemes, others)
     text = json.dumps(written, indent=2, sort_keys=True, default=_as_text) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     if short:
         logger.warning(
             "%d matrices end in a shorter group, which Penstock reads and other engines may not: "
-            "%s. A group that divides their K is read by all.", len(short), ", ".join(short[:3]),
+            "%s. A group that divides their K is read by all.", len(short), listed(short),
         )  # fmt: skip
 
 

@@ -218,6 +218,7 @@ class OutputCall(Body):
     status: Literal["in_progress", "completed", "incomplete"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -313,9 +314,9 @@ class Response(Body):
     model: str
     output: list[OutputReasoning | OutputMessage | OutputCall | OutputCompaction]
     parallel_tool_calls: bool
-    previous_response_id: None
-    reasoning: dict[str, None]
-    store: Literal[False]
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -326,6 +327,24 @@ class Response(Body):
     usage: ResponseUsage | None
     user: str | None
     penstock: Measured | None = None
+
+
+class DeletedResponse(Body):
+    """The answer of a DELETE of one."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(Body):
+    """The answer of `/v1/responses/{response_id}/input_items`."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Embedding(Body):

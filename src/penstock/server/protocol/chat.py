@@ -244,8 +244,14 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     safety_identifier: UserName | None = None
     request_id: str | None = None
     reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None  # vLLM's: whether an answer shows it
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  # vLLM's; -1: no end
     metadata: dict[str, str] | None = None  # labels of what is stored
-    hints: ClassVar[Mapping[str, str]] = {"store": "store", "verbosity": "verbosity"}
+    hints: ClassVar[Mapping[str, str]] = {
+        "session_id": "",  # says where prompts of one kind go, as prompt_cache_key does
+        "store": "store",
+        "verbosity": "verbosity",
+    }
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
         "best_of": (1,),

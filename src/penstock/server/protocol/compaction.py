@@ -2,7 +2,7 @@
 
 `encrypted_content` is opaque to clients, as the API has it. Here it isn't encrypted: whoever holds
 it has sent, or been told, all that is in it. It is JSON, compressed, behind a digest by which one
-that is broken or another server's is told. Nothing is kept here, so an item is good after a
+that is broken or another server's is told. Nothing is kept for it, so an item is good after a
 restart and with every instance of a fleet; and it can say nothing that messages couldn't.
 """
 

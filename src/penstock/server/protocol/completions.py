@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from penstock.server.protocol.beams import BeamFields
 from penstock.server.protocol.common import (
@@ -41,6 +41,11 @@ PromptField = Annotated[
 DEFAULT_MAX_TOKENS = 16  # as in the API
 
 
+def _count(data: Any) -> Any:
+    """A chat's true and false, which clients send here too, as numbers: so vLLM reads true."""
+    return (1 if data else None) if isinstance(data, bool) else data
+
+
 class CompletionRequest(BeamFields, StructureFields, EngineFields):
     """`POST /v1/completions`."""
 
@@ -51,7 +56,7 @@ class CompletionRequest(BeamFields, StructureFields, EngineFields):
     best_of: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_count)] = None
     echo: bool | None = None
     token_healing: bool | None = None
     add_special_tokens: bool | None = None
@@ -60,6 +65,7 @@ class CompletionRequest(BeamFields, StructureFields, EngineFields):
     return_tokens_as_token_ids: bool | None = None
     user: UserName | None = None
     request_id: str | None = None
+    hints: ClassVar[Mapping[str, str]] = {"session_id": ""}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "logits_processors": (),
         "prompt_embeds": (),

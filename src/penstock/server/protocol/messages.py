@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from penstock.sampling import StructuredOutputs
 from penstock.server.answers import unheeded
@@ -127,13 +127,20 @@ class CompactEdit(Body):
     instructions: Annotated[str, Field(min_length=1, max_length=MOST_INSTRUCTIONS)] | None = None
 
 
+class ToolUsesEdit(Body):
+    """An edit of `context_management` that only makes prompts shorter: what it would leave out
+    stays, whatever it says."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["clear_tool_uses_20250919"]
+
+
 _EDITS: dict[str, type[Body]] = {
     "compact_20260112": CompactEdit,
     "clear_thinking_20251015": ThinkingEdit,
 }
 _MOST_EDITS = 16
 _IN_VAIN = "clear_tool_uses_20250919"
-"""An edit that only makes prompts shorter: what it would leave out stays."""
 
 
 def _edits(data: Any) -> Any:
@@ -152,14 +159,14 @@ def _edits(data: Any) -> Any:
             )
         elif kind in kinds[:i]:
             raise ValueError(f"{kind} is there twice")
-    return [x for x, kind in zip(data, kinds, strict=True) if kind != _IN_VAIN]
+    return data
 
 
 class ContextEdits(Body):
     """`context_management`: what becomes of older turns."""
 
     edits: Annotated[
-        list[Annotated[CompactEdit | ThinkingEdit, Field(discriminator="type")]],
+        list[Annotated[CompactEdit | ThinkingEdit | ToolUsesEdit, Field(discriminator="type")]],
         BeforeValidator(_edits),
     ]
 

@@ -19,7 +19,7 @@ _FETCH = "Nothing is fetched here: send the picture itself, as data:image/png;ba
 
 def _check_url(url: str) -> str:
     if not is_data(url):
-        raise refusal(kind=f"A picture at {url[:40]!r}", why=_FETCH)
+        raise refusal(kind=f"A picture at {url[:40]!r}", why=_FETCH, shows=True)
     return url
 
 
@@ -79,7 +79,8 @@ class ImageSource(Body):
     @model_validator(mode="after")
     def _is_here(self) -> ImageSource:
         if self.type != "base64":
-            raise refusal(kind=f"A source of type {self.type[:40]!r}", why="base64 is read.")
+            what = f"A source of type {self.type[:40]!r}"
+            raise refusal(kind=what, why="base64 is read.", shows=True)
         if self.data is None or self.media_type is None:
             raise ValueError("a source of type 'base64' has media_type and data")
         if self.url is not None:

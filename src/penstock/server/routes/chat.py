@@ -13,11 +13,12 @@ from starlette.responses import Response
 from penstock.engine import RequestOutput
 from penstock.sampling import BeamSearchParams, SamplingParams
 from penstock.server.admission import Caller, Ticket
+from penstock.server.answers import unheeded
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.compaction import Conversation, Wanted
 from penstock.server.errors import ApiError, unsupported
-from penstock.server.hints import effort_hint
+from penstock.server.hints import effort_hint, thinking
 from penstock.server.prompt import CHAT, PromptText
 from penstock.server.protocol.answers import ChatCompletion
 from penstock.server.protocol.chat import ChatRequest, RetentionRatio
@@ -93,8 +94,7 @@ async def _work(
     service = service_of(request)
     limit = body.limit
     rendering = rendering_of(service, body)
-    hints = effort_hint("reasoning_effort", body.reasoning_effort)
-    rendering = await hinted(request, ticket, rendering, hints)
+    rendering = await hinted(request, ticket, rendering, _hints(body))
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
     truncation = "auto" if isinstance(body.truncation, RetentionRatio) else body.truncation
@@ -127,6 +127,8 @@ async def _work(
     goes_on = body.messages[-1] if rendering.continue_final_message else None
     special = body.skip_special_tokens is not False
     how = answering(service, ticket, plan, prompt, goes_on, skips_special=special)
+    if body.include_reasoning is False:
+        how = replace(how, shows_reasoning=False)
     form = await sampling_of(service, ticket, how, body.structure)
     room = service.prompts.limit(prompt, limit, body.limit_field)
     params = _params(service, body, room, form)
@@ -134,6 +136,18 @@ async def _work(
     if body.prediction is not None:
         options = replace(options, prediction=body.prediction.text)
     return Work(prompt, params, options), how
+
+
+def _hints(body: ChatRequest) -> dict[str, dict[str, Any]]:
+    """What a template may be told of how the model shall reason. Of its length only that there is
+    none."""
+    hints = effort_hint("reasoning_effort", body.reasoning_effort)
+    budget = body.thinking_token_budget
+    if budget == 0:
+        hints["thinking_token_budget"] = thinking(False)
+    elif budget is not None and budget > 0:
+        unheeded("thinking_token_budget")
+    return hints
 
 
 def _params(

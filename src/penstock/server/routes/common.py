@@ -39,7 +39,7 @@ _STATUSES: dict[int | str, str] = {
     400: "The request is wrong; the message says how.",
     401: "The API key is missing or isn't known.",
     403: "The Host header isn't one that is answered.",
-    404: "No such model.",
+    404: "No such model, or no such response.",
     408: "It took longer than the server allows.",
     413: "The body is too large.",
     415: "The body isn't declared to be JSON.",
@@ -100,7 +100,7 @@ def caller_of(
         )
     return Caller(
         key=request.state.key,
-        request_id=f"{prefix}-{given}-{uuid.uuid4().hex[:8]}",
+        request_id=f"{prefix}-{given}-{uuid.uuid4().hex[:16]}",
         endpoint=request.url.path,
         traceparent=request.headers.get("traceparent"),
         user=user,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -30,6 +31,7 @@ from penstock.server.protocol.common import ContextManagement, EngineFields
 from penstock.server.protocol.compaction import output_items
 from penstock.server.protocol.responses import CompactRequest
 from penstock.server.routes.common import ERRORS, admit, answers, caller_of, now, service_of
+from penstock.server.routes.stored import earlier_of
 from penstock.server.routes.tools import answering, message_of, telling
 from penstock.server.service import Service, Work
 from penstock.server.sse import dumps
@@ -108,7 +110,7 @@ async def compacted(
 
     def begin() -> Play:
         check()
-        service.prompts.check_tools(rendering.telling)
+        service.prompts.check_tools(rendering.telling, source)
         writing = _writing(service, conversation, rendering, asking, source, salt)
         return Play(
             conversation, writing, when, service.remembered, service.prompts.max_len, reserve or 1
@@ -213,7 +215,8 @@ async def compact_response(body: CompactRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     caller = caller_of(request, "resp")
     ticket = await admit(request, caller)
-    conversation = await conversation_of(service, ticket, body.conversation)
+    earlier = earlier_of(service, ticket, body)
+    conversation = await conversation_of(service, ticket, partial(body.conversation, earlier))
     rendering = Rendering(
         chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
     )

@@ -30,10 +30,12 @@ class Items:
         self._drops_broken = drops_broken
         self.done: list[dict[str, Any]] = []
         self._deltas = Calls(how)
+        self._apart = how.plan.offer.apart
         self._tell, self._name, self._part = tell, name, part
         self._kind = ""  # of the item that is open
         self._index = 0  # of the call, where it is one
-        self._id = self._call = self._tool = ""
+        self._id = self._call = ""
+        self._tool: dict[str, str] = {}  # its name, and its namespace
         self._said: list[str] = []
 
     def start(self) -> Iterator[bytes]:
@@ -88,7 +90,7 @@ class Items:
         item = self._item(text, status)
         if kind == "function_call":
             yield self._tell(
-                "response.function_call_arguments.done", **where, name=self._tool, arguments=text
+                "response.function_call_arguments.done", **where, **self._tool, arguments=text
             )
         elif kind == "reasoning":
             inner = {**where, "content_index": 0}
@@ -119,7 +121,7 @@ class Items:
 
     def _open(self, kind: str, call: str = "", tool: str = "") -> bytes:
         count = len(self.done)
-        self._kind, self._call, self._tool, self._said = kind, call, tool, []
+        self._kind, self._call, self._tool, self._said = kind, call, self._apart(tool), []
         self._id = f"{_KINDS[kind]}_{self._name}" + (f"_{count}" if count else "")
         item = self._item("", "in_progress")
         if kind != "function_call":
@@ -133,7 +135,7 @@ class Items:
     def _item(self, text: str, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"type": self._kind, "id": self._id, "status": status}
         if self._kind == "function_call":
-            return item | {"call_id": self._call, "name": self._tool, "arguments": text}
+            return item | {"call_id": self._call, **self._tool, "arguments": text}
         if self._kind == "reasoning":
             return item | {"summary": [], "content": [{"type": "reasoning_text", "text": text}]}
         return item | {"role": "assistant", "content": [self._part(text)]}

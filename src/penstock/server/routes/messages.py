@@ -182,9 +182,10 @@ def _wanted(service: Service, body: MessagesRequest) -> Wanted | None:
     if edit is None:
         return None
     given = None if edit.trigger is None else edit.trigger.value
+    place = body.context_management.edits.index(edit)
     return Wanted(
         given or service.config.compaction_threshold or service.prompts.max_len,
-        "context_management.edits[0].trigger.value",
+        f"context_management.edits[{place}].trigger.value",
         "trigger.value" if given else "The threshold",
         instructions=edit.instructions,
     )

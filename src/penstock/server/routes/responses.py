@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,6 +22,7 @@ from penstock.server.hints import effort_hint
 from penstock.server.prompt import RESPONSE, PromptText, Rendering
 from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.compaction import compaction_item
+from penstock.server.protocol.response_tools import echoed
 from penstock.server.protocol.responses import Asking, InputTokensRequest, ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
@@ -37,6 +39,7 @@ from penstock.server.routes.common import (
 )
 from penstock.server.routes.compaction import compacted, conversation_of, wanted
 from penstock.server.routes.items import Items
+from penstock.server.routes.stored import HEADER, Keep, earlier_of, keep_of
 from penstock.server.routes.tools import Answering, answering, plan_of, sampling_of, telling
 from penstock.server.service import Service, Work, priced
 from penstock.server.sse import event, unless_gone
@@ -46,13 +49,15 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/responses", responses=ERRORS | answers(ResponseAnswer))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answer an input, as OpenAI's Responses API does; nothing is stored."""
+    """Answer an input, as OpenAI's Responses API does."""
     service = service_of(request)
     model = service.check_model(body.model)
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
     check_words(service, body)
     ticket = await admit(request, caller)
-    conversation = await conversation_of(service, ticket, body.conversation)
+    earlier = earlier_of(service, ticket, body)
+    conversation = await conversation_of(service, ticket, partial(body.conversation, earlier))
+    keep = await keep_of(service, ticket, body, earlier)
     rendering = await _rendering(request, ticket, body)
     plan = await plan_of(request, ticket, rendering, body)
     told = telling(rendering, plan)
@@ -90,7 +95,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     if short.is_shorter:
         left, name = body.sealable(short.conversation), _name_of(caller.request_id)
         item = await service.compute(ticket, lambda: compaction_item(left, name))
-    answer = _Answer(body, caller.request_id, model, work, service, how, item)
+    answer = _Answer(body, caller.request_id, model, work, service, how, item, keep)
+    if keep is not None:
+        told_before = getattr(request.state, "answer_headers", {})
+        request.state.answer_headers = {**told_before, HEADER: answer.id}
     outputs = service.stream(ticket, [work])
     if body.stream:
         return stream_response(request, answer.events(outputs), outputs)
@@ -103,7 +111,9 @@ async def count_input_tokens(body: InputTokensRequest, request: Request) -> dict
     service = service_of(request)
     service.check_model(body.model)
     ticket = await admit(request, caller_of(request, "count"))
-    messages = (await conversation_of(service, ticket, body.conversation)).written
+    earlier = earlier_of(service, ticket, body)
+    conversation = await conversation_of(service, ticket, partial(body.conversation, earlier))
+    messages = conversation.written
     rendering = await _rendering(request, ticket, body)
     told = telling(rendering, await plan_of(request, ticket, rendering, body))
     slow = any(message.has_pictures for message in messages)
@@ -153,10 +163,12 @@ class _Answer:
         service: Service,
         how: Answering,
         compaction: dict[str, Any] | None = None,
+        keep: Keep | None = None,
     ) -> None:
-        """compaction: the item that tells of one."""
+        """compaction: the item that tells of one; keep: None where it isn't kept."""
         self._body, self._model, self._work, self._how = body, model, work, how
-        self._id = request_id.replace("-", "_", 1)
+        self.id = request_id.replace("-", "_", 1)
+        self._keep = keep
         self._names = TokenNames(service.prompts.tokenizer, as_ids=False)
         self._created = now()
         self._truncation = body.truncation or service.config.truncation
@@ -170,7 +182,14 @@ class _Answer:
         items = self._items(lambda name, /, **data: b"", drops_broken=True)
         for _ in (*items.of(self._sample.text, True, []), *items.finish(_status(self._sample))):
             pass
-        return self._response(items.done, output)
+        return self._whole(items.done, output)
+
+    def _whole(self, items: list[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
+        """The response, which is kept from here on where it is to be."""
+        response = self._response(items, output)
+        if self._keep is not None:
+            self._keep.keep(response)
+        return response
 
     def _format(self) -> dict[str, Any]:
         """The answer's form, as it was asked for."""
@@ -197,7 +216,7 @@ class _Answer:
         status = "failed" if error else _status(self._sample if output is not None else None)
         choice = body.tool_choice
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -211,20 +230,20 @@ class _Answer:
             "model": self._model,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id or None,
             "reasoning": {
                 "effort": None if body.reasoning is None else body.reasoning.effort,
                 "summary": None,
             },
-            "store": False,
+            "store": self._keep is not None,
             "temperature": params.temperature,
             "text": {"format": self._format()},
             "tool_choice": (
                 choice or "auto"
                 if choice is None or isinstance(choice, str)
-                else choice.model_dump()
+                else choice.model_dump(exclude_none=True)
             ),
-            "tools": [tool.model_dump() for tool in body.tools or () if tool is not None],
+            "tools": echoed(body.tools or ()),
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": self._truncation,
@@ -296,7 +315,7 @@ class _Answer:
         status = _status(self._sample)
         for made in items.finish(status):
             yield made
-        yield tell(f"response.{status}", response=self._response(items.done, output))
+        yield tell(f"response.{status}", response=self._whole(items.done, output))
 
 
 def _status(sample: CompletionOutput | None) -> str:

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as in vLLM."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -111,3 +111,20 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
             ticket, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
         )
     )
+
+
+@router.get("/tokenizer_info", responses=ERRORS)
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """The tokenizer's configuration, with the chat template that the server uses."""
+    service = service_of(request)
+    if not service.config.enable_tokenizer_info_endpoint:
+        raise ApiError(
+            404,
+            "This server doesn't tell its tokenizer's configuration. Start it with "
+            "--enable-tokenizer-info-endpoint.",
+            code="tokenizer_info_not_enabled",
+        )
+    service.check_model(None)
+    own = service.config.chat_template
+    found = service.prompts.tokenizer.configuration
+    return found if own is None else {**found, "chat_template": own}

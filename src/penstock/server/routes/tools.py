@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -29,6 +29,7 @@ from penstock.server.tools.constraint import (
     calls,
     check_size,
     constrains,
+    shut,
     structured,
     text_or_calls,
 )
@@ -55,12 +56,14 @@ _TAIL_TOKENS = 16  # of a prompt, in which the opening tag of reasoning may stan
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """How a request's answers are read. inside: of reasoning, which the prompt has opened."""
+    """How a request's answers are read. inside: of reasoning, which the prompt has opened;
+    shows_reasoning: or leaves it out."""
 
     plan: Plan
     inside: bool
     called: Called
     request_id: str
+    shows_reasoning: bool = True
 
     def check(self, call: Call) -> None:
         """A call is whole: it is looked at beside the event loop."""
@@ -180,7 +183,10 @@ def _form(
             param=field,
         )
 
+    offered = cache(lambda: shut(offer))
+
     def make(loose: Collection[str]) -> Part:
+        offer = offered()
         check_size(form, offer)
         if offer.active and offer.mode == "required":
             part = calls(form, offer, loose)
@@ -306,7 +312,7 @@ class Calls:
         match event:
             case Text(text) | Broken(text):
                 return {"content": text}
-            case Reasoning(text):
+            case Reasoning(text) if self._how.shows_reasoning:
                 return {"reasoning_content": text, "reasoning": text}
             case Begin(name):
                 self._begun += 1
@@ -356,7 +362,7 @@ def message_of(text: str, how: Answering) -> tuple[dict[str, Any], bool]:
         "content": None if empty else found.content,
         "refusal": None,
     }
-    if found.reasoning:
+    if found.reasoning and how.shows_reasoning:
         message |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
     for call in found.calls:
         how.check(call)

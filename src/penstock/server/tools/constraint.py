@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from penstock.sampling import StructuredOutputs
@@ -35,7 +36,7 @@ from penstock.server.tools.reasoning import ThinkTags
 
 __all__ = [
     "Part", "behind_analysis", "behind_reasoning", "calls", "check_size", "constrains",
-    "structured", "text_or_calls",
+    "shut", "structured", "text_or_calls",
 ]  # fmt: skip
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -45,6 +46,22 @@ _NO_OBJECT: Final[Part] = {"type": "any_text", "never_first": ["{"]}
 _NAMES: Final = {"python": re.compile(r"[\w.\-]{1,256}"), "xml": re.compile(r"[^>]{1,256}")}
 """Of arguments, as the readers have them."""
 _BLANK = r"[\n]{0,2}"  # behind reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class _Shut(Function):
+    """A tool whose schema is closed."""
+
+
+def shut(offer: Offer) -> Offer:
+    """The tools that may be called, with schemas that are closed once and not by all who read."""
+    names = [one.name for one in fields(Function)]
+    functions = []
+    for function in offer.callable:
+        own = {name: getattr(function, name) for name in names}
+        own["parameters"] = None if function.parameters is None else closed(function.parameters)
+        functions.append(_Shut(**own))
+    return replace(offer, functions=tuple(functions))
 
 
 def constrains(offer: Offer) -> bool:
@@ -233,7 +250,10 @@ def _unsaid(function: Function, reason: str) -> ApiError:
 
 def _schema(function: Function) -> Mapping[str, Any]:
     """Of its arguments, in which nothing is invented that it doesn't name."""
-    return NO_ARGUMENTS if function.parameters is None else closed(function.parameters)
+    given = function.parameters
+    if given is None:
+        return NO_ARGUMENTS
+    return given if isinstance(function, _Shut) else closed(given)
 
 
 def _written(form: Form, values: Mapping[str, Part], required: Collection[str]) -> Part:

@@ -103,6 +103,7 @@ TOOL_PARSERS: Final = {
 
 _THINK: Final = ThinkTags("<think>", "</think>")
 _MAGISTRAL: Final = ThinkTags("[THINK]", "[/THINK]")
+_GEMMA4: Final = ThinkTags("<|channel>", "<channel|>", "thought\n")
 REASONING_PARSERS: Final = {
     "deepseek_r1": _THINK,
     "deepseek_v3": _THINK,
@@ -110,6 +111,7 @@ REASONING_PARSERS: Final = {
     "kimi_k2": _THINK,
     "qwen3": _THINK,
     "mistral": _MAGISTRAL,
+    "gemma4": _GEMMA4,
     "none": None,
 }
 """vLLM's names for `--reasoning-parser`, beside auto. none: reasoning stays in the answer."""
@@ -145,6 +147,7 @@ def family_of(template: str) -> Family | None:
 @functools.lru_cache(maxsize=64)
 def tags_of(template: str) -> ThinkTags | None:
     """The tags around the reasoning that a chat template knows."""
-    if _MAGISTRAL.open in template:
-        return _MAGISTRAL
+    for tags in (_MAGISTRAL, _GEMMA4):
+        if tags.open in template:
+            return tags
     return _THINK if _THINK.close in template and "<response>" not in template else None

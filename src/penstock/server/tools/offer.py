@@ -23,11 +23,24 @@ NO_ARGUMENTS: Final[Mapping[str, Any]] = {
     "additionalProperties": False,
 }
 """Of a function without parameters, as in OpenAI's API."""
+TOP = "functions"
+"""The namespace of tools that are in none: what Codex calls it."""
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """By which a model knows a function of a namespace: both, with two underscores between."""
+    if not namespace or namespace == TOP:
+        return name
+    return f"{namespace.removesuffix('__')}__{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A tool. place: where it stands in the request, such as `tools[0].function`."""
+    """A tool. place: where it stands in the request, such as `tools[0].function`.
+
+    name: by which the model calls it; namespace: that its request has it in, with which the name
+    begins then.
+    """
 
     place: str
     name: str
@@ -35,6 +48,12 @@ class Function:
     parameters: dict[str, Any] | None
     strict: bool = False
     schema_field: str = "parameters"
+    namespace: str | None = None
+
+    @property
+    def own_name(self) -> str:
+        """Within its namespace."""
+        return self.name.removeprefix(joined_name(self.namespace, ""))
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -72,6 +91,13 @@ class Offer:
         if self.allowed is None:
             return self.functions
         return tuple(x for x in self.functions if x.name in self.allowed)
+
+    def apart(self, name: str) -> dict[str, str]:
+        """A function's `name`, and `namespace` where it has one, by the name that a model calls."""
+        found = next((x for x in self.functions if x.name == name and x.namespace), None)
+        if found is None or found.namespace is None:
+            return {"name": name}
+        return {"name": found.own_name, "namespace": found.namespace}
 
     @property
     def schemas(self) -> Schemas:
@@ -148,11 +174,11 @@ def _check_names(functions: Sequence[Function]) -> None:
     seen: dict[str, str] = {}
     for function in functions:
         place = f"{function.place}.name"
-        if not _NAME.fullmatch(function.name):
+        if not _NAME.fullmatch(function.own_name):
             raise ApiError(
                 400,
-                f"{place} is {function.name[:80]!r}; a name has 1 to 64 of a-z A-Z 0-9 _ -, and "
-                "nothing else.",
+                f"{place} is {function.own_name[:80]!r}; a name has 1 to 64 of a-z A-Z 0-9 _ -, "
+                "and nothing else.",
                 param=place,
                 code="invalid_value",
             )

@@ -1,7 +1,8 @@
 """Reasoning before the answer: `<think>…</think>` and what looks like it.
 
 The tags are DeepSeek-R1's, and those of Qwen3, QwQ, GLM, Kimi and others after it; Magistral has
-`[THINK]…[/THINK]`. Prompts often end in the opening tag, so that only the closing one is written.
+`[THINK]…[/THINK]`, Gemma 4 a channel with a name. Prompts often end in the opening tag, so that
+only the closing one is written.
 
 Some models call a tool without having closed their reasoning, or before they do. Such calls count
 if the answer has none of its own; what is then written about them stays in the reasoning. Source:
@@ -22,6 +23,7 @@ class ThinkTags:
 
     open: str
     close: str
+    label: str = ""  # behind the opening tag: what kind of text follows
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a prompt ends with the opening tag, so that an answer begins with reasoning."""
@@ -51,6 +53,7 @@ class ThinkReader:
         self._thought = ""  # not shown
         self._told = 0  # of what was thought
         self._begun = False  # something was thought that isn't white space
+        self._labelled = False  # the label was read, or isn't there
         self._call: list[Event] = []  # in the reasoning, until it is whole
         self._found: list[Event] = []  # … those that are
 
@@ -91,7 +94,19 @@ class ThinkReader:
         elif ended or not tag.startswith(body):
             self._phase = "answer"
 
+    def _read_label(self, ended: bool) -> bool:
+        """Whether it is known what is thought: the label is there or not."""
+        body, label = self._left.lstrip(), self._tags.label
+        if not ended and body != label and label.startswith(body):
+            return False
+        if label and body.startswith(label):
+            self._left = body[len(label) :]
+        return True
+
     def _think(self, ended: bool) -> list[Event]:
+        self._labelled = self._labelled or self._read_label(ended)
+        if not self._labelled:
+            return []
         found = self._close.search(self._left, 0)
         held = 0 if ended else self._close.held(self._left, 0)
         end = found.start() if found else len(self._left) - held

@@ -1,6 +1,6 @@
-"""Nemotron and Minitron: layer norms whose weights lack 1, squared ReLUs without gates.
+"""Jais 2: Llama with layer norms, and squared ReLUs without gates.
 
-Source: Parmar et al. 2024, arXiv:2402.16819.
+Source: Inception 2025, the model's card; transformers' `jais2`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def read_config(c: ConfigReader) -> ModelSpec:
-    """`config.json` of a Nemotron."""
+    """`config.json` of a Jais 2."""
     dim = head_dim(c)
     c.only("hidden_act", ("relu2",), "relu2")
     layer = LayerSpec(
-        attention=attention(
-            c, rope(c, dim, partial=0.5), dim, bias=c.flag("attention_bias", False)
-        ),
+        attention=attention(c, rope(c, dim), dim, bias=c.flag("attention_bias", True)),
         mlp=MlpSpec(
             intermediate=c.integer("intermediate_size"),
             gated=False,
-            bias=c.flag("mlp_bias", False),
+            bias=c.flag("mlp_bias", True),
             row_operator="relu2",
         ),
     )
@@ -45,15 +43,15 @@ def read_config(c: ConfigReader) -> ModelSpec:
         vocab_size=c.integer("vocab_size"),
         hidden=c.integer("hidden_size"),
         layers=(layer,) * c.integer("num_hidden_layers"),
-        norm=NormSpec("layer", eps=c.number("norm_eps", 1e-5), offset=1.0, bias=True),
-        max_position=c.integer("max_position_embeddings", 4096),
+        norm=NormSpec("layer", eps=c.number("layer_norm_eps", 1e-5), bias=True),
+        max_position=c.integer("max_position_embeddings", 8192),
         tied=c.flag("tie_word_embeddings", False),
     )
-    return model_spec(c, "nemotron", decoder, RULES)
+    return model_spec(c, "jais2", decoder, RULES)
 
 
 def plug_in() -> None:
     """What Penstock calls, once."""
     (library,) = Path(__file__).parent.glob("relu2.*.so")
     define_row_operator("relu2", relu2, library=library, symbol="relu2_rows")
-    register("NemotronForCausalLM")(read_config)
+    register("Jais2ForCausalLM")(read_config)
