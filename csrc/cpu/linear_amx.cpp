@@ -13,10 +13,10 @@ namespace {
 // A block of a pair of panels stays in L1 while rows pass it, which L1 doesn't keep; a block of rows in L2
 // while panels pass. A core has 48 KB and 2 MB.
 constexpr int64_t kBlockBytes = 20 * 1024;   // of a panel
-constexpr int64_t kRowsBytes = 1100 * 1024;  // of packed rows, with all of K
+constexpr int64_t kRowsBytes = 1100 * 1024;  // of rows, with all of K
 constexpr int64_t kDepthBytes = 640 * 1024;  // and of at least kLeastTiles with a part of it, beside their sums
 constexpr int64_t kLeastTiles = 16, kMostTiles = 64;  // row tiles
-constexpr int64_t kGroupRowsBytes = 1200 * 1024;  // of packed rows, where groups have scales of their own …
+constexpr int64_t kGroupRowsBytes = 1200 * 1024;  // of rows, where groups have scales of their own …
 constexpr int64_t kLeastGroupTiles = 8, kMostGroupTiles = 32;  // of records, always the latter
 constexpr int64_t kAheadOfTiles = 3072;     // in a panel that comes from memory, into L1
 constexpr int64_t kPartBytes = 256 * 1024;   // of panels that a thread takes at a time
@@ -125,7 +125,7 @@ template <bool Ints>
 template <bool Ints, Way W, Sum S>
 class Product {
  public:
-  Product(const LinearArgs& a, const Packed& x, Range tiles, Range panels, Finish& finish)
+  Product(const LinearArgs& a, const TileRows& x, Range tiles, Range panels, Finish& finish)
       : a_(a), x_(x), tiles_(tiles), panels_(panels), finish_(finish),
         widen_(a.kind != Weight::dense && (bits_of(a.kind) == 4 || !a.int8_rows)),
         outer_(x.depth, most_depth()), pairs_((panels.last - panels.first + 1) / 2),
@@ -220,7 +220,7 @@ class Product {
   }
 
   const LinearArgs& a_;
-  const Packed& x_;
+  const TileRows& x_;
   Range tiles_, panels_;
   Finish& finish_;
   Upcoming upcoming_ = {};
@@ -236,7 +236,7 @@ class Product {
 };
 
 template <bool Ints>
-void multiply_dense(const LinearArgs& a, const Packed& x, Range tiles, Range panels, const Columns& to) {
+void multiply_dense(const LinearArgs& a, const TileRows& x, Range tiles, Range panels, const Columns& to) {
   Finish finish(a, x, to);
   with_way<Ints>(finish.way(), a.kind != Weight::dense, [&]<Way W, Sum S>() {
     Product<Ints, W, S>(a, x, tiles, panels, finish).run();
@@ -247,14 +247,14 @@ void multiply_dense(const LinearArgs& a, const Packed& x, Range tiles, Range pan
 struct RowBlocks {
   int64_t tiles;
   Blocks pairs;
-  RowBlocks(const LinearArgs& a, const Packed& x) : tiles(x.row_tiles), pairs((tiles + 1) / 2, most(a, x) / 2) {}
+  RowBlocks(const LinearArgs& a, const TileRows& x) : tiles(x.row_tiles), pairs((tiles + 1) / 2, most(a, x) / 2) {}
   Range at(int64_t i) const {
     const Range those = pairs.at(i);
     return {2 * those.first, std::min(2 * those.last, tiles)};
   }
 
  private:
-  static int64_t most(const LinearArgs& a, const Packed& x) {
+  static int64_t most(const LinearArgs& a, const TileRows& x) {
     if (x.block_sums) return kMostGroupTiles;
     if (a.groups > 1)
       return std::clamp(choice_or(a.variant.rows_bytes, kGroupRowsBytes) / (x.depth * x.bytes) / 2 * 2,
@@ -265,7 +265,7 @@ struct RowBlocks {
 };
 
 // All rows times the panels [first, last).
-[[gnu::noinline]] void multiply(const LinearArgs& a, const Packed& x, Range panels) {
+[[gnu::noinline]] void multiply(const LinearArgs& a, const TileRows& x, Range panels) {
   const RowBlocks blocks(a, x);
   for (int64_t b = 0; b < blocks.pairs.blocks; b++) {
     const Range tiles = blocks.at(b);
@@ -283,7 +283,7 @@ struct RowBlocks {
   }
 }
 
-Deal deal_pairs(const LinearArgs& a, const Packed& x) {
+Deal deal_pairs(const LinearArgs& a, const TileRows& x) {
   const int64_t pairs = (count_panels(a) + 1) / 2, bytes = 2 * panel_bytes(a);
   const bool from_l3 = x.row_tiles * x.depth * x.bytes > kRowsBytes;
   // rows that pass twice ask for a part's next pair
@@ -295,11 +295,11 @@ Deal deal_pairs(const LinearArgs& a, const Packed& x) {
 }  // namespace
 
 void linear_tiles(const LinearArgs& a) {
-  const Packed x = shape(a);
+  const TileRows x = shape(a);
   const Deal parts = deal_pairs(a, x);
   const int64_t first = x.ready * kTileRows;
-  over_rows(a.threads, (x.row_tiles * kTileRows - first) / kPackRows,
-            [&](int64_t i) { pack_rows(a, x, first + i * kPackRows); });
+  over_rows(a.threads, (x.row_tiles * kTileRows - first) / kMadeRows,
+            [&](int64_t i) { make_rows(a, x, first + i * kMadeRows); });
   const RowLargest largest(a, parts.parts);
   parallel(a.threads, parts.parts, [&](int64_t i) {
     const Range pairs = parts.part(i);

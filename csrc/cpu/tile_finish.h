@@ -19,7 +19,7 @@ static inline void prefetch_to_write(const void* p) { asm volatile("prefetchw (%
 // side by side. What they are written to is asked for a pair of row tiles before.
 class Finish {
  public:
-  Finish(const LinearArgs& a, const Packed& x, const Columns& to)
+  Finish(const LinearArgs& a, const TileRows& x, const Columns& to)
       : a_(a), x_(x), to_(to), how_(taken(a, x)) {
     const bool usual = a.dtype == DType::bf16 && a.out_dtype == DType::bf16 &&
                        (a.groups > 1 || how_ == Taken::plain || how_ == Taken::ints);
@@ -151,7 +151,7 @@ class Finish {
   }
 
   const LinearArgs& a_;
-  const Packed& x_;
+  const TileRows& x_;
   const Columns& to_;
   int64_t first_ = 0, last_ = 0, next_ = 0;  // rows
   int64_t left_ = 0, each_ = 0;              // pairs of rows: still to do, and in all

@@ -79,7 +79,7 @@ class Widened {
 template <Taken How>
 class GroupSums {
  public:
-  GroupSums(const LinearArgs& a, const Packed& x, Range tiles, const Columns& to)
+  GroupSums(const LinearArgs& a, const TileRows& x, Range tiles, const Columns& to)
       : a_(a), x_(x), tiles_(tiles), finish_(a, x, to), widens_(bits_of(a.kind) == 4 || !kInts),
         group_(a.padded_k / a.groups), steps_(x.depth / a.groups), bytes_(steps_ * x.bytes) {
     const int64_t count = tiles.last - tiles.first;
@@ -290,7 +290,7 @@ class GroupSums {
   }
 
   const LinearArgs& a_;
-  const Packed& x_;
+  const TileRows& x_;
   Range tiles_;
   Finish finish_;
   bool widens_;
@@ -303,7 +303,7 @@ class GroupSums {
   Panel w_[kGroupPanels] = {};
 };
 
-static inline void multiply_groups(const LinearArgs& a, const Packed& x, Range tiles, Range panels,
+static inline void multiply_groups(const LinearArgs& a, const TileRows& x, Range tiles, Range panels,
                                    const Columns& to) {
   with_taken(taken(a, x), [&]<Taken How>() {
     GroupSums<How> sums(a, x, tiles, to);

@@ -158,7 +158,7 @@ class Due {
 template <Weight W>
 class RecordSums {
  public:
-  RecordSums(const LinearArgs& a, const Packed& x, Range tiles, const Columns& to)
+  RecordSums(const LinearArgs& a, const TileRows& x, Range tiles, const Columns& to)
       : a_(a), x_(x), tiles_(tiles), to_(to), first_(tiles.first * kTileRows),
         last_(std::min(tiles.last * kTileRows, a.rows)), records_(a.padded_k / kRecord),
         rows_(scaled_rows<W>(a, reinterpret_cast<const int8_t*>(x.made), x.scale, x.block_sums)) {
@@ -244,7 +244,7 @@ class RecordSums {
   }
 
   const LinearArgs& a_;
-  const Packed& x_;
+  const TileRows& x_;
   Range tiles_;
   const Columns& to_;
   int64_t first_, last_, records_;
@@ -257,7 +257,7 @@ class RecordSums {
   int64_t turn_ = 0;
 };
 
-static inline void multiply_records(const LinearArgs& a, const Packed& x, Range tiles, Range panels,
+static inline void multiply_records(const LinearArgs& a, const TileRows& x, Range tiles, Range panels,
                                     const Columns& to) {
   const auto kind = [&](int64_t p) { return record_kind(a.kind, quantized_panel(a, p).data); };
   for (int64_t p = panels.first; p < panels.last;) {

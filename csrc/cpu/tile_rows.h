@@ -13,7 +13,7 @@ constexpr int64_t kSums = 256;       // of a tile
 constexpr int64_t kMeet = 1024;      // bytes: rows so far apart are better copied
 
 // Rows, one behind the other. The first `ready` row tiles are read where x has them, the others were made.
-struct Packed {
+struct TileRows {
   const unsigned char* x;
   unsigned char* made;
   int64_t ready;
@@ -40,8 +40,8 @@ static inline bool lies_ready(const LinearArgs& a) {
   return stride % 64 == 0 && stride % kMeet != 0 && reinterpret_cast<uintptr_t>(a.x) % 64 == 0;
 }
 
-static inline Packed shape(const LinearArgs& a) {
-  Packed x = {};
+static inline TileRows shape(const LinearArgs& a) {
+  TileRows x = {};
   x.row_bytes = a.int8_rows && a.padded_k / a.groups % 64 ? 32 : 64;
   x.bytes = kTileRows * x.row_bytes;
   x.step = x.row_bytes / (a.int8_rows ? 1 : 2);
@@ -85,7 +85,7 @@ static inline void add_up(const LinearArgs& a, const int8_t* row, int32_t* sums)
   }
 }
 
-constexpr int64_t kPackRows = 4;  // rows that a thread makes ready at a time
+constexpr int64_t kMadeRows = 4;  // rows that a thread makes ready at a time
 
 // Whether rows' norms are taken by scales that are known before.
 static inline bool asks_scale(const LinearArgs& a) {
@@ -113,7 +113,7 @@ static inline void bf16_row(const LinearArgs& a, int64_t row, F16 scale, bf16* o
 }
 
 // A row as tiles read it; its scales, and sums of its groups. scale: the norm's, if `asks_scale`.
-static inline void make_row(const LinearArgs& a, const Packed& x, int64_t row, F16 scale, unsigned char* out) {
+static inline void make_row(const LinearArgs& a, const TileRows& x, int64_t row, F16 scale, unsigned char* out) {
   if (!a.int8_rows) {
     if (!a.fp8_rows && !a.norm && a.k == a.padded_k && a.dtype == DType::bf16) {
       __builtin_memcpy(out, row_at<bf16>(a, row), static_cast<size_t>(a.k) * sizeof(bf16));
@@ -134,20 +134,20 @@ static inline void make_row(const LinearArgs& a, const Packed& x, int64_t row, F
 }
 
 // What there is of a row that isn't there.
-static inline void no_row(const LinearArgs& a, const Packed& x, int64_t row) {
+static inline void no_row(const LinearArgs& a, const TileRows& x, int64_t row) {
   if (x.sums) __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
   if (a.fp8_rows || (a.blocks && !x.block_sums))
     __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
 }
 
-// kPackRows rows from `first` on, which is none that lies ready; zeros where there is no such row.
-static inline void pack_rows(const LinearArgs& a, const Packed& x, int64_t first) {
-  F16 scales[kPackRows];
+// kMadeRows rows from `first` on, which is none that lies ready; zeros where there is no such row.
+static inline void make_rows(const LinearArgs& a, const TileRows& x, int64_t first) {
+  F16 scales[kMadeRows];
   for (F16& scale : scales) scale = zero();
-  const bool whole = first + kPackRows <= a.rows, asks = asks_scale(a);
+  const bool whole = first + kMadeRows <= a.rows, asks = asks_scale(a);
   if (whole && asks) norm_scales(a, first, scales);
   unsigned char* out = x.made + (first - x.ready * kTileRows) * x.stride;
-  for (int64_t row = first; row < first + kPackRows; row++, out += x.stride) {
+  for (int64_t row = first; row < first + kMadeRows; row++, out += x.stride) {
     if (row >= a.rows) {
       no_row(a, x, row);
       __builtin_memset(out, 0, static_cast<size_t>(x.depth * x.row_bytes));
@@ -167,7 +167,7 @@ static inline void prefetch_lines(const unsigned char* p, int64_t bytes) {
 // What becomes of a group's sums before its scale.
 enum class Taken { plain, ints, zeroed, blocks, fp8 };
 
-static inline Taken taken(const LinearArgs& a, const Packed& x) {
+static inline Taken taken(const LinearArgs& a, const TileRows& x) {
   if (a.blocks) return Taken::blocks;
   return a.int8_rows ? (x.sums ? Taken::zeroed : Taken::ints) : a.fp8_rows ? Taken::fp8 : Taken::plain;
 }
@@ -178,7 +178,7 @@ constexpr bool are_ints(Taken how) {
 // 16 sums of row `row` and group g as floats: of integers less their zero points, of rows in blocks or in
 // E4M3 times their scale.
 template <Taken How>
-static inline F16 sum_of(const LinearArgs& a, const Packed& x, const Panel& w, const float* sums,
+static inline F16 sum_of(const LinearArgs& a, const TileRows& x, const Panel& w, const float* sums,
                          int64_t row, int64_t g) {
   if constexpr (How == Taken::plain) return load(sums);
   if constexpr (How == Taken::fp8) return load(sums) * set1(x.scale[row * a.groups + g]);

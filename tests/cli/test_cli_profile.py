@@ -211,7 +211,7 @@ def test_attention_over_latents(penstock: Run, tmp_path: Path) -> None:
     calls = {row["op"]: row["calls"] for row in found}
     assert {name: calls.get(name, 0) for name in sorted(LATENTS | MIXED)} == {
         "q": 0, "q_down": 3, "q_up": 3, "kv": 3, "heads": 6, "experts": 2, "shared_up": 2,
-        "shared_down": 2,
+        "shared_down": 2, "narrow": 0, "widen": 0,
     }  # fmt: skip
     assert "other" not in calls
 
