@@ -10,14 +10,15 @@ namespace penstock::PENSTOCK_ISA {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kFewTileRows = 8;  // a product of so few takes half of a tile's time
 constexpr int64_t kSums = 256;       // of a tile
-constexpr int64_t kMeet = 1024;      // bytes: rows so far apart are better copied
+constexpr int64_t kMeet = 1024;      // bytes: rows so far apart are better copied …
+constexpr int64_t kFarthest = 1 << 20;  // and farther ones too, for what is made would take as much
 
 // Rows, one behind the other. The first `ready` row tiles are read where x has them, the others were made.
 struct TileRows {
   const unsigned char* x;
   unsigned char* made;
   int64_t ready;
-  int64_t stride;        // bytes from a row to the next: an odd number of lines, so that a tile's lie in many sets
+  int64_t stride;        // bytes from a row to the next: of made ones an odd number of lines, for many sets of L1
   float* scale;          // of int8 rows; [rows, groups] of those in blocks and of E4M3; else null
   int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
   int16_t* block_sums;   // of rows that meet records: `sum_groups`
@@ -33,10 +34,11 @@ struct TileRows {
   }
 };
 
-// Whether tiles can read x's rows where they are.
+// Whether tiles can read x's rows where they are. Those of the last tile are made as far apart.
 static inline bool lies_ready(const LinearArgs& a) {
   if (a.dtype != DType::bf16 || a.int8_rows || a.fp8_rows || a.norm || a.k != a.padded_k) return false;
   const int64_t stride = a.x_stride * 2;
+  if (a.rows < kTileRows || stride < a.k * 2 || stride > kFarthest) return false;
   return stride % 64 == 0 && stride % kMeet != 0 && reinterpret_cast<uintptr_t>(a.x) % 64 == 0;
 }
 

@@ -102,6 +102,19 @@ PUBLISHED = {
         "sliding_window": 512,
         "use_double_wide_mlp": True,
     },
+    "gemma-4-E4B": {
+        **TEXT,
+        "hidden_size": 2560,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 10_240,
+        "layer_types": ([SLIDES] * 5 + [FULL]) * 7,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "sliding_window": 512,
+    },
 }
 """Text configs; sizes as the models' cards say."""
 NEEDS_NATIVE = pytest.mark.skipif(
@@ -157,6 +170,19 @@ def test_one_whose_layers_share(tmp_path: Path) -> None:
     assert [len(layer) for layer in kv] == [2] * 15 + [0] * 20
 
 
+def test_one_whose_layers_share_and_are_no_wider(tmp_path: Path) -> None:
+    found = published("gemma-4-E4B", tmp_path)
+    reads = [layer.attention.reads for layer in found.layers]
+    assert reads == [None] * 24 + ([22] * 5 + [23]) * 3
+    assert {layer.mlp.intermediate for layer in found.layers} == {10_240}
+    assert found.layers[41].attention.qkv_columns == (8 * 512, 0, 0)
+
+
+def test_what_ends_a_text_where_nothing_says_so(tmp_path: Path) -> None:
+    config = {key: x for key, x in PUBLISHED["gemma-4-31B"].items() if key != "eos_token_id"}
+    assert read(config, tmp_path).eos_token_ids == (1,)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -192,6 +218,10 @@ def test_one_whose_layers_share(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_theta": 1e4}}, "nothing reads: rope_theta"),
         (
             {"rope_parameters": {FULL: {"rope_type": "default", "partial_rotary_factor": 0.25}}},
+            "built for rope_type 'proportional'",
+        ),
+        (
+            {"rope_parameters": {SLIDES: {"rope_type": "default", "partial_rotary_factor": 0.5}}},
             "built for rope_type 'proportional'",
         ),
         ({"hidden_activation": "relu"}, "hidden_activation='relu'"),

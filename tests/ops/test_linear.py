@@ -327,6 +327,19 @@ def test_strided_rows(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [5, 20])
+@pytest.mark.parametrize("apart", [32, 1 << 20], ids=["overlapping", "far"])
+@pytest.mark.usefixtures("isa")
+def test_rows_any_number_of_values_apart(rows: int, apart: int) -> None:
+    """Tiles read bfloat16 where it lies, but no rows that share values or lie far apart."""
+    fmt = FORMATS["bfloat16"]
+    values = randn(1, (rows - 1) * apart + 128).to(torch.bfloat16).flatten()
+    x, packed = values.as_strided((rows, 128), (apart, 1)), pack(fmt, randn(48, 128, seed=1))
+    assert torch.equal(
+        fmt.matmul(x, packed, None, 48), fmt.matmul(x.contiguous(), packed, None, 48)
+    )
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [2, 20])
 @pytest.mark.usefixtures("isa")

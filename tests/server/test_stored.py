@@ -52,6 +52,19 @@ def test_the_size_is_what_they_hold() -> None:
     assert absent(stored.delete, "a", "r1") == "r1"
 
 
+def test_conversations_go_from_their_ends() -> None:
+    """Whoever reads the last answer of one uses all of it."""
+    stored, _ = kept(4)
+    for name, before in (("a", None), ("b", "a"), ("c", "b"), ("x", None)):
+        stored.put(one(name, before))
+    assert stored.get("a", "c").id == "c"
+    stored.put(one("y"))
+    assert absent(stored.get, "a", "x") == "x"
+    stored.put(one("z"))
+    assert absent(stored.get, "a", "c") == "c"
+    assert names(stored.chain("a", "b")) == ["a", "b"]
+
+
 def test_what_was_used_longest_ago_goes_first() -> None:
     stored, _ = kept(3)
     for name in "abc":

@@ -377,9 +377,16 @@ def test_nothing_grows_beyond_a_body(
     before = first
     for _ in range(3):
         before = asked(client, **long, previous_response_id=before.id)
-    with pytest.raises(openai.BadRequestError, match="of them are kept; at most") as too_long:
+    with pytest.raises(
+        openai.BadRequestError, match="that it names 5,960 bytes; at most"
+    ) as too_long:
         asked(client, **long, previous_response_id=before.id)
     assert said(too_long) == (400, "previous_response_id", "context_length_exceeded")
+    others = [asked(client, input="A cow. " * 300).output[0].id for _ in range(3)]
+    items: Any = [{"type": "item_reference", "id": name} for name in others]
+    with pytest.raises(openai.BadRequestError, match="that it names .* bytes; at most") as too_many:
+        asked(client, input=items, truncation="auto")  # to find them all of each is read
+    assert said(too_many) == (400, "input", "context_length_exceeded")
 
 
 def test_queries_that_nobody_reads(server: Running, client: OpenAI) -> None:

@@ -23,6 +23,7 @@ from penstock.bench.environment import environment, median_of
 from penstock.bench.latency import WARM_UP_STEPS, Workload, run_once
 from penstock.bench.meter import Meter
 from penstock.bench.workload import greedy, raise_errors, random_prompts, run_batch, setup
+from penstock.cache import any_part
 from penstock.config import EngineConfig
 from penstock.errors import KernelError
 from penstock.hardware import AnyPeaks, detect
@@ -50,7 +51,7 @@ class _TimedRunner(Runner):
             team=runner.team,
         )
         self._runner = runner
-        self._device = runner.kv[0][0].device
+        self._device = any_part(runner.kv).device
         if runner.graphs is not None:
             self._by_kernels = runner.graphs.beside(decoder, runner.kv)
         self._rows = Rows(decoder)

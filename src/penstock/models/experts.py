@@ -77,12 +77,15 @@ def hidden_beside(config: Mapping[str, Any]) -> int:
 
 def warn_of_names(config: Mapping[str, Any]) -> None:
     """Say so where experts are written one by one, which no other engine expects."""
+    text = config.get("text_config")
+    own = text if isinstance(text, dict) else config
     granite = "granitemoe" in str(config.get("model_type")) and config.get("num_local_experts", 8)
-    if granite or are_in_turns(config):
+    gemma = "gemma4" in str(own.get("model_type")) and own.get("enable_moe_block")
+    if granite or gemma or are_in_turns(config):
         logger.warning(
             "Experts of a %s are written one by one (experts.0.gate_proj.weight, …), which "
             "Penstock reads and transformers doesn't: there they would be left out.",
-            "Granite" if granite else "gpt-oss",
+            "Granite" if granite else "Gemma 4" if gemma else "gpt-oss",
         )
 
 

@@ -101,14 +101,14 @@ class _Heads:
 @register("Gemma4ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Gemma 4 that reads text."""
-    c.assume(**_TEXT)
+    c.assume(**_TEXT, eos_token_id=1)
     return _text(c, "gemma4", window=512, input_dim=256)
 
 
 @register("Gemma4UnifiedForCausalLM")
 def read_unified_config(c: ConfigReader) -> ModelSpec:
     """The same of the size that needs no towers: without experts, and inputs of layers."""
-    c.assume(**_TEXT | {"max_position_embeddings": 262_144})
+    c.assume(**_TEXT | {"max_position_embeddings": 262_144}, eos_token_id=1)
     return _text(c, "gemma4_unified", window=1024, input_dim=0)
 
 
@@ -272,18 +272,19 @@ def _heads(c: ConfigReader, windows: tuple[int, ...]) -> tuple[_Heads, _Heads]:
 def _ropes(c: ConfigReader, local_dim: int, whole_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """Rotations of layers that slide and of those that see everything."""
     both: Any = c.nested("rope_parameters") or ConfigReader(_ROPES, "rope_parameters")
-    local = rope_spec(c, both.nested("sliding_attention"), local_dim, theta=1e4)
+    local = rope_spec(c, both.nested("sliding_attention"), local_dim, theta=1e4, partial=1.0)
     whole = rope_spec(c, both.nested("full_attention"), whole_dim, theta=1e6, partial=1.0)
     if both.unread():
         raise UnsupportedModelError(
             f"rope_parameters has keys that nothing reads: {', '.join(both.unread())}. "
             "This family keeps one object for full_attention and one for sliding_attention there."
         )
-    if whole.rotary_dim != whole_dim:
-        raise UnsupportedModelError(
-            f"rope_parameters: a partial_rotary_factor is built for rope_type 'proportional' in "
-            f"this family, not {whole.kind!r}."
-        )
+    for found, dim in ((local, local_dim), (whole, whole_dim)):
+        if found.rotary_dim != dim:
+            raise UnsupportedModelError(
+                f"rope_parameters: a partial_rotary_factor is built for rope_type 'proportional' "
+                f"in this family, not {found.kind!r}."
+            )
     return local, whole
 
 

@@ -281,6 +281,8 @@ class Decoder(nn.Module):
             waiting = layer(residual, step, seen, waiting, inputs)
             if self.placed is not None and number < len(self.placed.deep):
                 ops.add_(residual, ops.kept_rows(step.tokens, self.placed.deep[number]))
+        if waiting is not None:  # for a layer that isn't among these
+            waiting()
         self._keep(residual, len(kv))
         return residual
 

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.nn.norm import Norm
-from penstock.nn.parameters import Loadable, Packing, as_float32, plain
+from penstock.nn.parameters import Loadable, Packing, as_float32
 from penstock.ops import ACTIVATIONS, Activation
 from penstock.ops.panels import COLUMNS, round_up
 from penstock.parallel import Gather, Part, Share
 from penstock.quant import Codes, Packed, WeightFormat
+
+_ROWS = 1 << 12
+"""Of a quantized table that are made values of at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +158,16 @@ class Embedding(Loadable):
         return self.vocab_size * len(self.columns) * self.dtype.itemsize
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
-        own = plain(tensor)[:, self.columns.start : self.columns.stop]
-        self.own(name, own.to(self.dtype, copy=True).contiguous())
+        own = slice(self.columns.start, self.columns.stop)
+        if not isinstance(tensor, Codes):
+            self.own(name, tensor[:, own].to(self.dtype, copy=True).contiguous())
+            return
+        where = tensor.values.device
+        table = torch.empty(self.vocab_size, len(self.columns), dtype=self.dtype, device=where)
+        for at in range(0, self.vocab_size, _ROWS):  # all in float32 would be several times that
+            some = slice(at, at + _ROWS)
+            table[some] = tensor.rows(some).dequantize()[:, own]
+        self.own(name, table)
 
     def forward(self, tokens: Tensor) -> Tensor:
         y = ops.embedding(tokens, self.parameter("weight"), len(self.columns), self.scale)

@@ -27,7 +27,10 @@ OPEN_PATHS = ("/", "/health", "/ready")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 _HEADERS = "authorization, content-type, x-api-key, x-request-id"
-_EXPOSED = "x-request-id, request-id, retry-after, x-penstock-dropped-messages, x-penstock-unheeded"
+_EXPOSED = (
+    "x-request-id, request-id, retry-after, x-penstock-dropped-messages, x-penstock-stored, "
+    "x-penstock-unheeded"
+)
 # Names of headers (RFC 9110, 5.6.2) with commas, as many as clients' telemetry needs.
 _ASKED_HEADERS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,4096}")
 # A name or an address and perhaps a port (RFC 9110, 7.2); no user, no path.

@@ -83,10 +83,10 @@ class StoredResponses:
             return True
 
     def get(self, owner: str, name: str) -> Stored:
-        """It. Raises UnknownResponse."""
+        """It. Raises UnknownResponse. What it goes on from is used too: see `chain`."""
         with self._lock:
             self._forget_old()
-            return self._use(owner, name)
+            return self._walk(owner, name)[0][0]
 
     def chain(self, owner: str, name: str) -> list[Stored]:
         """It and all before it, the first one first. Raises UnknownResponse, also for one of those.
@@ -95,13 +95,9 @@ class StoredResponses:
         """
         with self._lock:
             self._forget_old()
-            found: list[Stored] = []
-            at: str | None = name
-            while at is not None and len(found) < len(self._entries):
-                found.append(self._use(owner, at))
-                at = found[-1].previous
-            if at is not None:
-                raise UnknownResponse(at)
+            found, missing = self._walk(owner, name)
+            if missing is not None:
+                raise UnknownResponse(missing)
             return found[::-1]
 
     def delete(self, owner: str, name: str) -> None:
@@ -124,6 +120,17 @@ class StoredResponses:
         with self._lock:
             self._forget_old()
             return self._size
+
+    def _walk(self, owner: str, name: str) -> tuple[list[Stored], str | None]:
+        """It and those before it, the first one last, and the id of one that isn't there any more.
+        Raises UnknownResponse.
+        """
+        found = [self._use(owner, name)]
+        while (before := found[-1].previous) is not None:
+            if before not in self._entries or len(found) == len(self._entries):
+                return found, before
+            found.append(self._use(owner, before))
+        return found, None
 
     def _use(self, owner: str, name: str) -> Stored:
         entry = self._entries.get(name)

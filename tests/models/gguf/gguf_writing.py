@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gemma4_writing import back_gemma4, name_gemma4, rope_gemma4, stored_gemma4, write_gemma4
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from test_gguf_blocks import HALVES
@@ -43,6 +44,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "llama",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3",
@@ -142,6 +144,9 @@ def write_config(
     writer.add_head_count(c.num_attention_heads)
     if "nemotron_h" in arch:
         write_nemotron(writer, c, guesses)
+        return
+    if arch == "gemma4":
+        write_gemma4(writer, c)
         return
     if arch == "gpt2":
         writer.add_feed_forward_length(c.n_inner or 4 * c.n_embd)
@@ -398,6 +403,7 @@ def write_tensors(
         ends = (".weight", ".bias")
         known = _as_mapped(name, c)
         there = names.get_name(known, ends) or names.get_name(known.removeprefix("model."), ends)
+        there = there or name_gemma4(name)
         assert there is not None, name
         forward, backward = _conversion(c, arch, name)
         values = forward(tensor.float()).numpy()
@@ -440,6 +446,8 @@ def _joined_heads(back: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
         parts = (*qkv.split((whole, whole, len(z))), z)
         rows = torch.cat([part.unflatten(0, (keys, -1)) for part in parts], 1).flatten(0, 1)
         back[name.replace("proj_qkv", "proj_qkvz")] = rows.contiguous()
+    if c.model_type == "gemma4_text":
+        return back_gemma4(back)
     granite = "granite" in c.model_type
     for name in [name for name in back if granite and "shared_mlp.gate_proj" in name]:
         parts = back.pop(name), back.pop(name.replace("gate_proj", "up_proj"))
@@ -456,6 +464,8 @@ def _joined_heads(back: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
 def _as_stored(model: Any, heads_apart: bool) -> dict[str, Tensor]:
     """The tensors as a converter meets them: gate and up apart, under the names of the Hub."""
     found: dict[str, Tensor] = {}
+    if model.config.model_type == "gemma4_text":
+        return stored_gemma4(model)
     for name, tensor in model.state_dict().items():
         oss, last = model.config.model_type == "gpt_oss", "weight"
         if ".experts." in name and name.endswith("_bias"):
@@ -600,6 +610,8 @@ def _delta_conversion(
 
 def rope_tensors(c: Any) -> dict[str, Floats]:
     """Divisors of the frequencies: Llama 3.1's by its own formula, Phi 3's as they are given."""
+    if c.model_type == "gemma4_text":
+        return rope_gemma4(c)
     rope = getattr(c, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         lists = {"long": rope["long_factor"], "short": rope["short_factor"]}

@@ -80,7 +80,7 @@ def llm(path: Path, **chosen: Any) -> LLM:
     return LLM(path, **SMALL, **chosen)
 
 
-OURS_ALONE = ("gpt-oss", "granite-moe", "granite-moe-shared", "granite-hybrid-moe")
+OURS_ALONE = ("gpt-oss", "granite-moe", "granite-moe-shared", "granite-hybrid-moe", "gemma4-mixed")
 
 # ── export ───────────────────────────────────────────────────────────────────────────────────────
 

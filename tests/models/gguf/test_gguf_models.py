@@ -36,6 +36,7 @@ FAMILIES = [
     "lfm2", "lfm2-moe", "granite-moe", "granite-moe-shared", "granite-hybrid", "granite-hybrid-moe",
     "nemotron", "olmo", "dots1", "minimax-m2", "ernie4_5-moe", "hunyuan-moe",
     "nemotron-h", "nemotron-h-moe", "nemotron-h-latent", "bamba", "falcon-h1", "falcon-h1-normed",
+    "gemma4", "gemma4-mixed", "gemma4-inputs",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}

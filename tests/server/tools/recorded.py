@@ -448,6 +448,73 @@ LFM2: list[Row] = [
     untouched("not a list", "<|tool_call_start|>get_time()<|tool_call_end|>"),
 ]
 
+GEMMA4: list[Row] = [
+    untouched(
+        "a tool that wasn't offered", '<|tool_call>call:get_rain{city:<|"|>Paris<|"|>}<tool_call|>'
+    ),
+    untouched("unmarked", 'call:get_weather{city:<|"|>Paris<|"|>,days:3}'),
+    ("one", '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>', "", [PARIS]),
+    (
+        "parallel, behind text",
+        'Both.\n<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|><|tool_call>call:get_time{}<tool_call|>',
+        "Both.",
+        [PARIS, TIME],
+    ),
+    (
+        "nested, its nothing as Python's",
+        "<|tool_call>call:get_weather{where:{at:[48.85,2.35],tags:[{a:None},{b:true}]},exact:false}<tool_call|>",
+        "",
+        [NESTED],
+    ),
+    (
+        "nested, with quotes around keys",
+        '<|tool_call>call:get_weather{<|"|>where<|"|>:{<|"|>at<|"|>:[48.85,2.35],<|"|>tags<|"|>:[{a:null},{b:true}]},exact:false}<tool_call|>',
+        "",
+        [NESTED],
+    ),
+    (
+        "JSON",
+        '<|tool_call>call:get_weather{"where": {"at": [48.85, 2.35], "tags": [{"a": null}, {"b": true}]}, "exact": false}<tool_call|>',
+        "",
+        [NESTED],
+    ),
+    (
+        "quotes, of which none is escaped",
+        '<|tool_call>call:note{text:<|"|>She said "no\\yes" {then} [left],\n<b>1</b><|"|>}<tool_call|>',
+        "",
+        [QUOTES],
+    ),
+    (
+        "quotes in JSON's",
+        '<|tool_call>call:note{text:"She said \\"no\\\\yes\\" {then} [left],\\n<b>1</b>"}<tool_call|>',
+        "",
+        [QUOTES],
+    ),
+    (
+        "unicode, cut off behind it",
+        '<|tool_call>call:note{text:<|"|>Zürich – 東京 🗼<|"|>}',
+        "",
+        [UNICODE],
+    ),
+    (
+        "a word without quotes, white space",
+        "<|tool_call> call:get_weather { city : Paris , days : 3 } <tool_call|>",
+        "",
+        [PARIS],
+    ),
+    (
+        "the beginnings of marks",
+        '<|tool_call>call:note{text:<|"|><|"<tool_call|><|<|"|>}<tool_call|>',
+        "",
+        [("note", {"text": '<|"<tool_call|><|'})],
+    ),
+    untouched("a string that doesn't end", '<|tool_call>call:note{text:<|"|>x}<tool_call|>'),
+    untouched("a number that isn't one", "<|tool_call>call:get_weather{days:3.1.4}<tool_call|>"),
+    untouched("a list", "<|tool_call>call:get_weather[1]<tool_call|>"),
+    untouched("without call", "<|tool_call>get_time{}<tool_call|>"),
+    untouched("cut off", '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,da'),
+]
+
 RECORDED: dict[str, list[Row]] = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
@@ -456,5 +523,6 @@ RECORDED: dict[str, list[Row]] = {
     "lfm2": LFM2,
     "mistral": MISTRAL,
     "deepseek_v3": DEEPSEEK,
+    "gemma4": GEMMA4,
     "openai": HARMONY,
 }

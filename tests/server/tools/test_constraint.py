@@ -86,10 +86,23 @@ def write(name: str, *turn: tuple[str, dict[str, Any]]) -> str:
             body = ", ".join(
                 f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items()
             )
+        elif form.arguments == "gemma":
+            body = as_gemma(arguments)
         else:
             body = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
         texts.append(form.before.replace(NAME, tool) + body + form.after)
     return form.opening + form.between.join(texts) + form.closing
+
+
+def as_gemma(value: Any) -> str:
+    """A value as Gemma 4's template writes it, in the order in which it is given."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{k}:{as_gemma(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_gemma, value))}]"
+    return json.dumps(value)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -203,7 +216,9 @@ def test_reasoning_may_come_first(grammars: Grammars) -> None:
     assert takes(grammars, part, f"{before}Hm.{after}{call}")
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic", "lfm2", "deepseek_v31"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "llama3_json", "pythonic", "lfm2", "deepseek_v31", "gemma4"]
+)
 def test_a_mark_in_the_reasoning_is_no_call(grammars: Grammars, name: str) -> None:
     """Where the prompt hasn't opened it: it was read as the answer's text, and so as a call."""
     form, tags = FORMS[name], ThinkTags("<think>", "</think>")
@@ -249,7 +264,7 @@ def test_definitions_come_along(grammars: Grammars) -> None:
         "required": ["at"],
         "$defs": {"place": {"enum": ["Rome"]}},
     }
-    for name in ("pythonic", "qwen3_coder", "hermes"):
+    for name in ("pythonic", "qwen3_coder", "gemma4", "hermes"):
         function = Function("t", "f", None, schema, strict=True)
         part = calls(FORMS[name], offer_of([function], Choice("required"), False))
         assert takes(grammars, part, write(name, ("f", {"at": "Rome"})))

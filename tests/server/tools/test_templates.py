@@ -44,10 +44,11 @@ TEMPLATES: dict[str, tuple[str, str, bool, bool]] = {
     f"{PEERS}/deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek_v3", "json", True, True),
     f"{VLLM}/tool_chat_template_deepseekv3": ("deepseek_v3", "json", False, True),
     f"{LATER}/deepseek-ai-DeepSeek-V3.1": ("deepseek_v31", "json", True, True),
+    f"{LATER}/google-gemma-4-31B-it": ("gemma4", "gemma", True, True),
+    f"{LATER}/google-gemma-4-31B-it-interleaved": ("gemma4", "gemma", True, True),
     f"{LATER}/openai-gpt-oss-120b": ("openai", "json", False, False),
     # Others' forms, which aren't read, and templates that know no tools.
     f"{LATER}/GLM-4.6": ("", "", True, False),
-    f"{LATER}/google-gemma-4-31B-it": ("", "", True, False),
     f"{LATER}/Kimi-K2-Instruct": ("", "", False, False),
     f"{LATER}/unsloth-Apriel-1.5": ("", "", False, False),
     f"{LATER}/ibm-granite-granite-3.3-2B-Instruct": ("", "", False, False),

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from penstock.bench.finding import Finding
-from penstock.cache import PagedLayout, StateCache, holds_states
+from penstock.cache import PagedLayout, StateCache, any_part, holds_states
 from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.engine.request import Sequence as Running
@@ -179,7 +179,7 @@ def _computed(
     """
     size = layout.block_size
     blocks = len(tokens) // size
-    kv = layout.allocate(blocks, like.kv[0][0].device)
+    kv = layout.allocate(blocks, any_part(like.kv).device)
     forward: Forward = decoder if like.graphs is None else like.graphs.beside(decoder, kv)
     vocabulary = like.vocabulary
     own = None if vocabulary is None else ReducedVocabulary(vocabulary.map)

@@ -12,6 +12,7 @@ from penstock.models.gguf import delta
 from penstock.models.gguf.container import Container
 from penstock.models.gguf.convolutions import CONVOLUTIONS
 from penstock.models.gguf.dense import DENSE
+from penstock.models.gguf.gemma4 import GEMMA4
 from penstock.models.gguf.mamba import MAMBA
 from penstock.models.gguf.metadata import Metadata
 from penstock.models.gguf.mixed import MIXED
@@ -419,6 +420,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gptneox": Architecture(_gpt_neox, _GPT_NEOX, by_head=("attn_qkv",)),
     **CONVOLUTIONS,
     **DENSE,
+    **GEMMA4,
     **MAMBA,
     **MIXED,
     **NEMOTRON,

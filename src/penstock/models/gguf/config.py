@@ -24,8 +24,11 @@ _REFUSED = {
 """Keys that any architecture may carry: what config.json calls them (which refuses them) and the
 value, beside 0, that asks for nothing."""
 
-_SAID = {"expert_count": "n_routed_experts", "logit_scale": "logits_scaling"}
-"""Those that some families call otherwise."""
+_SAID = {
+    "expert_count": ("n_routed_experts", "top_k_experts"),
+    "logit_scale": ("logits_scaling",),
+}
+"""Names beside which some families say those in a way of their own."""
 
 _MODEL_TYPES = {
     "CohereForCausalLM": "cohere",
@@ -35,6 +38,7 @@ _MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma4ForCausalLM": "gemma4_text",
     "GPTNeoXForCausalLM": "gpt_neox",
     "BambaForCausalLM": "bamba",
     "FalconH1ForCausalLM": "falcon_h1",
@@ -72,7 +76,9 @@ _STOP_NAMES = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|>".split()
 )
 """Control tokens that end a text whatever the ids say, as in llama.cpp."""
-_CONTROL = 3  # tokenizer.ggml.token_type
+_GEMMA4 = _STOP_NAMES | {"<eos>", "<turn|>", "<|tool_response>"}
+"""The same of a `gemma4` vocabulary, which calls some of them a user's own."""
+_CONTROL, _USER = 3, 4  # tokenizer.ggml.token_type
 
 CHUNK = 1 << 24
 """Bytes of two tensors that are compared at once."""
@@ -105,11 +111,12 @@ def read_gguf_config(container: Container) -> dict[str, Any]:
     config |= _special_tokens(m)
     for theirs, (ours, off) in _REFUSED.items():
         value = m.get(m.own(theirs), off)
-        if value not in (0, off) and _SAID.get(theirs) not in config:
+        said = any(name in config for name in _SAID.get(theirs, ()))
+        if value not in (0, off) and not said:
             config[ours] = value
     if "num_local_experts" not in config:
         m.get(m.own("expert_used_count"))
-    config["use_bidirectional_attention"] = not m.flag(m.own("attention.causal"), True)
+    config.setdefault("use_bidirectional_attention", not m.flag(m.own("attention.causal"), True))
     return config | m.unread()
 
 
@@ -165,8 +172,10 @@ def _special_tokens(m: Metadata) -> dict[str, Any]:
     *stops, bos, padding = (_token_id(m, name) for name in (*_STOPS, "bos", "padding"))
     tokens, types = (m.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, list):
+        gemma4 = m.get("tokenizer.ggml.model") == "gemma4"
+        kinds, names = ((_CONTROL, _USER), _GEMMA4) if gemma4 else ((_CONTROL,), _STOP_NAMES)
         pairs = enumerate(zip(tokens, types, strict=False))
-        stops += [i for i, (token, kind) in pairs if kind == _CONTROL and _is_stop(token)]
+        stops += [i for i, (token, kind) in pairs if kind in kinds and _is_stop(token, names)]
     return {
         "bos_token_id": bos,
         "pad_token_id": padding,
@@ -174,8 +183,8 @@ def _special_tokens(m: Metadata) -> dict[str, Any]:
     }
 
 
-def _is_stop(token: Any) -> bool:
-    return isinstance(token, str) and token in _STOP_NAMES
+def _is_stop(token: Any, names: frozenset[str]) -> bool:
+    return isinstance(token, str) and token in names
 
 
 def _token_id(m: Metadata, name: str) -> int | None:

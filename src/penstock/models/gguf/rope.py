@@ -22,6 +22,8 @@ _LOW, _HIGH = 1.0, 4.0
 """Llama 3.1's and 3.2's; a file has only what follows from them."""
 _ROUNDING = 1e-5
 """Of divisors that converters computed in float32."""
+_STILL = 1e29
+"""Divisors from here on are of pairs that don't turn."""
 
 
 def rope_config(m: Metadata, container: Container, head_dim: int) -> dict[str, Any]:
@@ -47,6 +49,39 @@ def rope_config(m: Metadata, container: Container, head_dim: int) -> dict[str, A
     if scaling:
         config["rope_scaling"] = scaling
     return config
+
+
+def proportional_config(
+    m: Metadata, container: Container, local_dim: int, dim: int
+) -> dict[str, Any]:
+    """`rope_parameters` of layers that slide, with heads of `local_dim`, and of those that see
+    everything, with heads of `dim`: there `FREQUENCIES` says how many pairs turn.
+    """
+    sizes = (("rope.dimension_count_swa", local_dim), ("rope.dimension_count", dim))
+    for key, whole in sizes:
+        if (turning := m.integer(m.own(key), whole)) != whole:
+            raise m.fail(m.own(key), turning, f"the length of a head, {whole}")
+    if scaling := _scaling(m):
+        raise m.fail(m.own("rope.scaling.type"), scaling["rope_type"], "none for this family")
+    if FREQUENCIES not in container.tensors:
+        raise UnsupportedModelError(
+            f"{container.path} has no {FREQUENCIES}, which says how many pairs of a head turn."
+        )
+    divisors = _values(container.tensors[FREQUENCIES], dim // 2)
+    moves = int((divisors == 1).sum())
+    if moves == 0 or (divisors[:moves] != 1).any() or (divisors[moves:] < _STILL).any():
+        raise UnsupportedModelError(
+            f"{FREQUENCIES} in {container.path} must be 1 for the first pairs, and 1e30 for others."
+        )
+    local, theta = (m.number(m.own(f"rope.freq_base{x}"), d) for x, d in (("_swa", 1e4), ("", 1e6)))
+    return {
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": share_of(2 * moves, dim),
+            "rope_theta": theta,
+        },
+    }
 
 
 def share_of(part: int, whole: int) -> float:

@@ -33,9 +33,16 @@ _OUTER = re.compile(r"(?P<stem>.+)\.(?P<p>weight|bias)")
 _CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
 """Stems of tensors [channels, width]: a checkpoint has them as [channels, 1, width]."""
 
-_BARE = {"ssm_a": "", "ssm_d": "", "ffn_norm": ".weight"}
-"""Stems of tensors whose names may end there, the last in Falcon-H1's files, and what follows in a
-checkpoint."""
+_BARE = {
+    "ssm_a": "",
+    "ssm_d": "",
+    "ffn_norm": ".weight",  # in Falcon-H1's files
+    "ffn_gate_inp.scale": "",
+    "ffn_down_exps.scale": "",
+}
+"""Stems of tensors whose names may end there, and what follows in a checkpoint."""
+_UNNAMED = ("layer_output_scale",)
+"""Stems of weights that no checkpoint calls so."""
 
 
 def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
@@ -49,11 +56,17 @@ def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
             f"{tensor.name} has the shape {list(tensor.shape)}, not that of a "
             f"{'bias' if bias else 'matrix'} for each expert."
         )
-    count, *shape = tensor.shape
-    each = tensor.data.reshape(count, -1)
+    parts = ("gate_proj", "up_proj") if ".gate_up_proj." in named else ("",)
+    count, rows, *columns = tensor.shape
+    if rows % len(parts):
+        raise WeightsError(f"{tensor.name} has {rows} rows of each expert: not half gate, half up.")
+    shape = rows // len(parts), *columns
+    each = tensor.data.reshape(count, len(parts), -1)
     for e in range(count):
-        own = replace(tensor, name=f"{tensor.name}[{e}]", shape=tuple(shape), data=each[e])
-        yield named.replace("{e}", str(e)), own
+        for data, part in zip(each[e], parts, strict=True):
+            own = replace(tensor, name=f"{tensor.name}[{e}]", shape=shape, data=data)
+            there = named.replace("{e}", str(e))
+            yield there.replace("gate_up_proj", part) if part else there, own
 
 
 class GgufSource:
@@ -247,7 +260,8 @@ class GgufSource:
         if part is None:
             stem = match["stem"]
             return (stem, there + _BARE[stem]) if stem in _BARE else (name, name)
-        return match["stem"], there if there.endswith(f"_{part}") else f"{there}.{part}"
+        whole = there.endswith(f"_{part}") or match["stem"] in _UNNAMED
+        return match["stem"], there if whole else f"{there}.{part}"
 
     def _is_transposed(self, stem: str, tensor: TensorInfo) -> bool:
         return stem in self._architecture.transposed and len(tensor.shape) == 2

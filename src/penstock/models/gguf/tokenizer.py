@@ -2,8 +2,9 @@
 
 As a `Tokenizer`, or as the files of a model's folder.
 
-Two kinds: "gpt2", byte-level BPE, whose way of splitting a text into words has a name
-(`tokenizer.ggml.pre`); and "llama", SentencePiece's BPE, whose merges follow from the scores.
+Three kinds: "gpt2", byte-level BPE, whose way of splitting a text into words has a name
+(`tokenizer.ggml.pre`); "llama", SentencePiece's BPE, whose merges follow from the scores; and
+"gemma4", the same with merges of its own.
 Sources: the specification ("Tokenizer"), and llama.cpp's llama-vocab.cpp for names and defaults.
 """
 
@@ -110,12 +111,12 @@ class Vocabulary:
     def _build(self) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
         if self.kind == "gpt2":
             built, add_bos = self._byte_level()
-        elif self.kind == "llama":
+        elif self.kind in ("llama", "gemma4"):
             built, add_bos = self._sentencepiece(), True
         else:
             raise self._fail(
-                f"tokenizer.ggml.model is {self.kind!r}, which isn't built; gpt2 (byte-level BPE) "
-                "and llama (SentencePiece) are"
+                f"tokenizer.ggml.model is {self.kind!r}, which isn't built; gpt2 (byte-level BPE), "
+                "llama (SentencePiece) and gemma4 are"
             )
         self._add_special(built)
         return built, self._settings(add_bos)
@@ -130,8 +131,7 @@ class Vocabulary:
                 if pre is None
                 else f"the way of splitting words {pre!r} (tokenizer.ggml.pre) isn't known"
             )
-        merges = [self._merge(text) for text in self._list("merges", str)]
-        vocabulary = self._spelled()
+        vocabulary, merges = self._spelled(), self._merges()
         try:
             model = models.BPE(vocabulary, merges, ignore_merges=rule.whole_words)
         except Exception as error:  # the library raises bare Exception and TypeError
@@ -148,8 +148,10 @@ class Vocabulary:
     def _sentencepiece(self) -> tokenizers.Tokenizer:
         if self._get("remove_extra_whitespaces", bool, False):
             raise self._fail("it drops repeated white space, which isn't built")
-        vocabulary, merges = self._spelled(), self._merges_by_score()
-        unknown = self._token("unknown", 0)
+        ranked = self.kind == "gemma4"
+        vocabulary = self._spelled()
+        merges = self._merges() if ranked else self._merges_by_score()
+        unknown = self._token("unknown", None if ranked else 0)
         if unknown is not None and unknown not in vocabulary:
             raise self._fail(f"its unknown token, {unknown!r}, is marked as unused")
         try:
@@ -166,12 +168,15 @@ class Vocabulary:
         steps: list[Any] = [decoders.Replace(SPACE_SYMBOL, " "), decoders.ByteFallback()]
         steps.append(decoders.Fuse())
         spaced: list[Any] = [normalizers.Replace(" ", SPACE_SYMBOL)]
-        if self._get("add_space_prefix", bool, True):
+        if self._get("add_space_prefix", bool, not ranked):
             spaced.insert(0, normalizers.Prepend(SPACE_SYMBOL))
             steps.append(decoders.Strip(" ", 1, 0))
         built.normalizer = normalizers.Sequence(spaced)
         built.decoder = decoders.Sequence(steps)
         return built
+
+    def _merges(self) -> list[tuple[str, str]]:
+        return [self._merge(text) for text in self._list("merges", str)]
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
         """Each way to join two pieces to a third, those to the best scores first.

@@ -84,14 +84,14 @@ class Earlier:
             raise no_previous(error.name, previous) from error
 
     def _check_size(self, own: int) -> None:
-        found = sum(one.items_bytes for one in self.chain)
-        if self.count + own > MOST_MESSAGES or found > self.most:
+        if self.count + own > MOST_MESSAGES or self.size > self.most:
             raise ApiError(
                 400,
-                f"The conversation up to this request has {self.count + own:,} items, and "
-                f"{found:,} bytes of them are kept; at most {MOST_MESSAGES:,} and {self.most:,} "
-                "are read. Begin anew, or with a summary from /v1/responses/compact.",
-                param="previous_response_id",
+                f"The conversation up to this request has {self.count + own:,} items, and the "
+                f"responses that it names {self.size:,} bytes; at most {MOST_MESSAGES:,} and "
+                f"{self.most:,} are read. Begin anew, or with a summary from "
+                "/v1/responses/compact.",
+                param="previous_response_id" if self.chain else "input",
                 code="context_length_exceeded",
             )
 

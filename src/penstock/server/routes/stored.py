@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from penstock.server.protocol.answers import DeletedResponse, InputItems
 from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.earlier import NOT_KEPT, Earlier, as_json, listed, no_response
 from penstock.server.protocol.responses import Inputs, ResponsesRequest
-from penstock.server.routes.common import ERRORS, answers, service_of
+from penstock.server.routes.common import ERRORS, admit, answers, caller_of, service_of
 from penstock.server.service import Service
 from penstock.server.sse import dumps
 from penstock.server.stored import Stored, StoredResponses, UnknownResponse
@@ -145,7 +144,7 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     responses=ERRORS | answers(InputItems, streams=False),
     openapi_extra=_LISTING,
 )
-async def list_input_items(response_id: str, request: Request) -> dict[str, Any]:
+async def list_input_items(response_id: str, request: Request) -> Response:
     """What it was made from, with the responses before it, the latest first."""
     asked = _query(request, ("order", "limit", "after"))
     order, limit = asked.get("order", "desc"), asked.get("limit", str(_USUALLY_LISTED))
@@ -155,10 +154,23 @@ async def list_input_items(response_id: str, request: Request) -> dict[str, Any]
         raise ApiError(
             400, f"limit is {limit[:40]!r}; it must be 1 to {_MOST_LISTED}.", param="limit"
         )
-    items = await asyncio.to_thread(listed, _chain(request, response_id, whole=True))
-    if order == "desc":
+    chain = _chain(request, response_id, whole=True)
+    ticket = await admit(request, caller_of(request, "items"))
+    ticket.size += sum(one.items_bytes for one in chain)
+
+    def page() -> bytes:
+        return _page(chain, order == "desc", int(limit), asked.get("after"))
+
+    body = await service_of(request).compute(ticket, page, slow=True)
+    return Response(body, media_type="application/json")
+
+
+def _page(chain: Sequence[Stored], latest_first: bool, limit: int, after: str | None) -> bytes:
+    """So many items behind the one with an id, as an answer. Raises ApiError where none has it."""
+    items = listed(chain)
+    if latest_first:
         items.reverse()
-    if (after := asked.get("after")) is not None:
+    if after is not None:
         at = next((i for i, item in enumerate(items) if item["id"] == after), None)
         if at is None:
             raise ApiError(
@@ -166,14 +178,16 @@ async def list_input_items(response_id: str, request: Request) -> dict[str, Any]
                 param="after",
             )  # fmt: skip
         items = items[at + 1 :]
-    page = items[: int(limit)]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(page) < len(items),
-    }
+    page = items[:limit]
+    return dumps(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(page) < len(items),
+        }
+    ).encode()
 
 
 def _query(request: Request, known: Collection[str]) -> dict[str, str]:

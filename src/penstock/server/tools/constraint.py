@@ -17,7 +17,7 @@ from penstock.sampling import StructuredOutputs
 from penstock.sampling.closed import closed
 from penstock.sampling.structured import MOST_CHARACTERS
 from penstock.server.errors import ApiError
-from penstock.server.tools import xml_form
+from penstock.server.tools import gemma4_form, xml_form
 from penstock.server.tools.flat import Flat, flat
 from penstock.server.tools.forms import NAME, Form
 from penstock.server.tools.offer import NO_ARGUMENTS, Function, Offer
@@ -27,6 +27,7 @@ from penstock.server.tools.parts import (
     as_tag,
     definitions,
     held_json,
+    members,
     sequence,
     text,
 )
@@ -75,7 +76,7 @@ def calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part:
     loose: tools whose schema can't be followed; their arguments are any object.
     """
     several = form.several and offer.parallel
-    tags = [_tag(form, function, loose) for function in offer.callable]
+    tags = _tags(form, offer, loose)
     listed = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -100,7 +101,7 @@ def text_or_calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part
         tags = [as_tag(form.opening, inner, form.closing)]
         triggers = [form.trigger]
     else:
-        tags = [_tag(form, function, loose) for function in offer.callable]
+        tags = _tags(form, offer, loose)
         triggers = [form.trigger]
     return {
         "type": "triggered_tags",
@@ -139,7 +140,7 @@ def check_size(form: Form, offer: Offer) -> None:
 def _size(form: Form, function: Function) -> int:
     """Characters of a tool's part, about."""
     schema = _schema(function)
-    if form.arguments == "json":
+    if form.arguments in ("json", "gemma"):  # beyond a certain size Gemma's is JSON
         return len(json.dumps(schema)) + _PART_CHARACTERS
     made = flat(schema)
     each = len(json.dumps(definitions(schema))) + _PART_CHARACTERS
@@ -180,24 +181,31 @@ def structured(part: Part) -> StructuredOutputs:
     return StructuredOutputs(structural_tag={"type": "structural_tag", "format": part})
 
 
-def _tag(form: Form, function: Function, loose: Collection[str]) -> Part:
-    content = _arguments(form, function, loose)
-    return as_tag(form.before.replace(NAME, function.name), content, form.after)
+def _tags(form: Form, offer: Offer, loose: Collection[str]) -> list[Part]:
+    """A call of each function."""
+    tags = []
+    for function in offer.callable:
+        content = _arguments(form, function, loose, len(offer.callable))
+        tags.append(as_tag(form.before.replace(NAME, function.name), content, form.after))
+    return tags
 
 
 def _python_tag(form: Form, function: Function, offer: Offer, loose: Collection[str]) -> Part:
     """A list that begins with a call of this function."""
     begin = form.opening + form.before.replace(NAME, function.name)
-    parts = [_arguments(form, function, loose), text(form.after)]
+    parts = [_arguments(form, function, loose, len(offer.callable)), text(form.after)]
     if offer.parallel:
-        others = [_tag(form, other, loose) for other in offer.callable]
-        more = sequence(text(form.between), {"type": "or", "elements": others})
+        others = {"type": "or", "elements": _tags(form, offer, loose)}
+        more = sequence(text(form.between), others)
         parts.append({"type": "star", "content": more})
     return as_tag(begin, sequence(*parts), form.closing)
 
 
-def _arguments(form: Form, function: Function, loose: Collection[str]) -> Part:
+def _arguments(form: Form, function: Function, loose: Collection[str], tools: int) -> Part:
     schema = _schema(function)
+    if form.arguments == "gemma":
+        write = gemma4_form.loose if function.name in loose else gemma4_form.held
+        return write(schema, tools)
     if form.arguments == "json":
         held = _ANY_OBJECT if function.name in loose or not schema else {"type": "object", **schema}
         return as_json(held)
@@ -258,31 +266,11 @@ def _schema(function: Function) -> Mapping[str, Any]:
 
 def _written(form: Form, values: Mapping[str, Part], required: Collection[str]) -> Part:
     """The required arguments, then any of the others in their order. values: of all, by name."""
-    optional = [name for name in values if name not in required]
     if form.arguments == "python":
-        return _python(list(required), optional, values)
+        return members(values, required, comma=", ", sign="=")
+    optional = [name for name in values if name not in required]
     parts = [xml_form.parameter(name, values[name]) for name in required]
     parts += [
         {"type": "optional", "content": xml_form.parameter(name, values[name])} for name in optional
     ]
     return sequence(*parts)
-
-
-def _python(required: list[str], optional: list[str], values: Mapping[str, Part]) -> Part:
-    """`a=1, b="x"`: the required ones first, then any of the others in their order."""
-
-    def one(name: str, comma: bool) -> Part:
-        return sequence(text(f"{', ' if comma else ''}{name}="), values[name])
-
-    def rest(names: list[str]) -> list[Part]:
-        return [{"type": "optional", "content": one(name, True)} for name in names]
-
-    if required:
-        first = [one(name, i > 0) for i, name in enumerate(required)]
-        return sequence(*first, *rest(optional))
-    if not optional:
-        return text("")
-    starts = [
-        sequence(one(name, False), *rest(optional[i + 1 :])) for i, name in enumerate(optional)
-    ]
-    return {"type": "optional", "content": {"type": "or", "elements": starts}}

@@ -12,6 +12,7 @@ from typing import Final
 from penstock.server.tools import (
     deepseek,
     forms,
+    gemma4,
     harmony,
     hermes,
     llama3_json,
@@ -83,6 +84,9 @@ DEEPSEEK_V3: Final = Family(
     "deepseek_v3", deepseek.DeepSeekReader, forms.DEEPSEEK_V3, _DEEPSEEK_MARKS
 )
 DEEPSEEK_V31: Final = replace(DEEPSEEK_V3, name="deepseek_v31", form=forms.DEEPSEEK_V31)
+GEMMA4: Final = Family(
+    "gemma4", gemma4.Gemma4Reader, forms.GEMMA4, (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE)
+)
 HARMONY: Final = Family("openai", harmony.HarmonyReader, forms.HARMONY, _HARMONY_MARKS, thinks=True)
 
 TOOL_PARSERS: Final = {
@@ -97,13 +101,14 @@ TOOL_PARSERS: Final = {
     "mistral": MISTRAL,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
+    "gemma4": GEMMA4,
     "openai": HARMONY,
 }
 """vLLM's names for `--tool-call-parser`, beside auto."""
 
 _THINK: Final = ThinkTags("<think>", "</think>")
 _MAGISTRAL: Final = ThinkTags("[THINK]", "[/THINK]")
-_GEMMA4: Final = ThinkTags("<|channel>", "<channel|>", "thought\n")
+_GEMMA4_TAGS: Final = ThinkTags("<|channel>", "<channel|>", "thought\n")
 REASONING_PARSERS: Final = {
     "deepseek_r1": _THINK,
     "deepseek_v3": _THINK,
@@ -111,7 +116,7 @@ REASONING_PARSERS: Final = {
     "kimi_k2": _THINK,
     "qwen3": _THINK,
     "mistral": _MAGISTRAL,
-    "gemma4": _GEMMA4,
+    "gemma4": _GEMMA4_TAGS,
     "none": None,
 }
 """vLLM's names for `--reasoning-parser`, beside auto. none: reasoning stays in the answer."""
@@ -125,6 +130,8 @@ def family_of(template: str) -> Family | None:
     if deepseek.CALL_BEGIN in template:
         fenced = deepseek.FENCE in template
         return DEEPSEEK_V3 if fenced else DEEPSEEK_V31
+    if gemma4.OPEN + gemma4.CALL in template:
+        return GEMMA4
     if mistral.OPEN in template:
         return MISTRAL_NAMED if mistral.ARGS in template else MISTRAL
     if "<tool_calls>" in template:
@@ -147,7 +154,7 @@ def family_of(template: str) -> Family | None:
 @functools.lru_cache(maxsize=64)
 def tags_of(template: str) -> ThinkTags | None:
     """The tags around the reasoning that a chat template knows."""
-    for tags in (_MAGISTRAL, _GEMMA4):
+    for tags in (_MAGISTRAL, _GEMMA4_TAGS):
         if tags.open in template:
             return tags
     return _THINK if _THINK.close in template and "<response>" not in template else None

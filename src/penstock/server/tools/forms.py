@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from penstock.server.tools import deepseek, harmony, hermes, mistral, pythonic, qwen3_coder
+from penstock.server.tools import deepseek, gemma4, harmony, hermes, mistral, pythonic, qwen3_coder
 from penstock.server.tools.events import Call
 
 
@@ -28,7 +28,7 @@ class Form:
     trigger: str = ""
     several: bool = True
     leading: bool = False
-    arguments: str = "json"  # or "python", "xml"
+    arguments: str = "json"  # or "python", "xml", "gemma"
 
     def write(self, calls: Iterable[Call]) -> str:
         """The calls as an answer has them. Only for arguments that are JSON."""
@@ -90,6 +90,12 @@ DEEPSEEK_V31 = Form(
     opening=deepseek.CALLS_BEGIN,
     closing=deepseek.CALLS_END,
     trigger=deepseek.CALLS_BEGIN,
+)
+GEMMA4 = Form(
+    before=f"{gemma4.OPEN}{gemma4.CALL}{NAME}",
+    after=gemma4.CLOSE,
+    trigger=gemma4.OPEN,
+    arguments="gemma",
 )
 HARMONY = Form(
     before=f"{harmony.CHANNEL}commentary to=functions.{NAME} <|constrain|>json{harmony.MESSAGE}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Part: TypeAlias = dict[str, Any]
@@ -16,6 +16,11 @@ def text(value: str) -> Part:
 def sequence(*parts: Part) -> Part:
     """One after the other."""
     return {"type": "sequence", "elements": list(parts)}
+
+
+def one_of(parts: Sequence[Part]) -> Part:
+    """Any of them."""
+    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
 
 
 def as_tag(begin: str, content: Part, end: str) -> Part:
@@ -36,3 +41,26 @@ def held_json(one: Any, root: Mapping[str, Any]) -> Part:
 def definitions(schema: Mapping[str, Any]) -> Part:
     """What references mostly lead to."""
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def members(
+    values: Mapping[str, Part], required: Collection[str], *, comma: str, sign: str
+) -> Part:
+    """`a=1, b="x"`: the required ones first, then any of the others in their order."""
+    optional = [name for name in values if name not in required]
+
+    def one(name: str, behind: bool) -> Part:
+        return sequence(text(f"{comma if behind else ''}{name}{sign}"), values[name])
+
+    def rest(names: Sequence[str]) -> list[Part]:
+        return [{"type": "optional", "content": one(name, True)} for name in names]
+
+    if required:
+        first = [one(name, i > 0) for i, name in enumerate(required)]
+        return sequence(*first, *rest(optional))
+    if not optional:
+        return text("")
+    starts = [
+        sequence(one(name, False), *rest(optional[i + 1 :])) for i, name in enumerate(optional)
+    ]
+    return {"type": "optional", "content": {"type": "or", "elements": starts}}
