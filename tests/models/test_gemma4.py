@@ -212,7 +212,11 @@ def test_what_ends_a_text_where_nothing_says_so(tmp_path: Path) -> None:
         ({"per_layer_config": {"4": {"head_dim": 40}}}, "layers that there aren't: 4"),
         ({"per_layer_config": {"1": {"head_dim": 40}}}, "the same of all layers with full"),
         (
-            {"per_layer_config": {key: {"num_key_value_heads": 3} for key in "13"}},
+            {
+                "per_layer_config": {key: {"num_key_value_heads": 3} for key in "13"},
+                "global_head_dim": None,
+                "num_global_key_value_heads": None,
+            },
             "not a multiple of",
         ),
         ({"rope_parameters": {"rope_theta": 1e4}}, "nothing reads: rope_theta"),
@@ -236,6 +240,21 @@ def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) 
     read(config, tmp_path)
     with pytest.raises(UnsupportedModelError, match=message):
         read(config | changes, tmp_path)
+
+
+def test_sizes_are_said_once(tmp_path: Path) -> None:
+    """`per_layer_config` counts: what contradicts it is named, and what is absent isn't missed."""
+    config = {
+        "model_type": "gemma4_text", **GEMMA4["gemma4"], "hidden_size": 64, "vocab_size": 320,
+        "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "per_layer_config": {key: {"head_dim": 32} for key in "13"}, "global_head_dim": None,
+        "num_global_key_value_heads": None,
+    }  # fmt: skip
+    alone = read(config, tmp_path)
+    assert "global_head_dim" not in dict(alone.unsaid)
+    with pytest.warns(UserWarning, match="global_head_dim=33, but per_layer_config 32"):
+        beside = read(config | {"global_head_dim": 33}, tmp_path)
+    assert beside == alone
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])

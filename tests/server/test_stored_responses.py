@@ -247,7 +247,7 @@ def test_a_server_that_keeps_nothing_says_so(
         with pytest.raises(openai.BadRequestError, match="store: false") as refused:
             asked(client, **fields)
         assert said(refused) == (400, param, "unsupported_parameter")
-    with pytest.raises(openai.NotFoundError, match="Nothing is kept here"):
+    with pytest.raises(openai.NotFoundError, match="This server keeps no responses"):
         client.responses.retrieve("resp_x")
     assert Service(ServerConfig(response_store_mib=0)).stored is None
 
@@ -387,6 +387,20 @@ def test_nothing_grows_beyond_a_body(
     with pytest.raises(openai.BadRequestError, match=r"that it names \S+ bytes") as too_many:
         asked(client, input=items, truncation="auto")  # to find them all of each is read
     assert said(too_many) == (400, "input", "context_length_exceeded")
+
+
+def test_without_an_input(server: Running, client: OpenAI) -> None:
+    """A kept conversation goes on, is counted and is summed up as it is."""
+    first = asked(client)
+    least = {k: v for k, v in LEAST.items() if k != "input"}
+    assert client.responses.create(**least, previous_response_id=first.id).output
+    counted = client.responses.input_tokens.count(
+        model=LEAST["model"], previous_response_id=first.id
+    )
+    assert counted.input_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="'input' is missing") as missing:
+        client.responses.create(**least)
+    assert said(missing) == (400, "input", "missing_required_parameter")
 
 
 def test_queries_that_nobody_reads(server: Running, client: OpenAI) -> None:

@@ -240,11 +240,12 @@ def _heads(c: ConfigReader, windows: tuple[int, ...]) -> tuple[_Heads, _Heads]:
     configs, `global_head_dim` and `num_global_key_value_heads` in older ones.
     """
     usual = _Heads(c.integer("head_dim"), c.integer("num_key_value_heads"))
-    whole = replace(usual, dim=c.integer("global_head_dim", 512))
-    if c.has("num_global_key_value_heads") and c.flag("attention_k_eq_v", False):
-        whole = replace(whole, kv_heads=c.integer("num_global_key_value_heads"))
+    keys_are_values = c.flag("attention_k_eq_v", False)
     own = c.nested("per_layer_config")
     if own is None:
+        whole = replace(usual, dim=c.integer("global_head_dim", 512))
+        if c.has("num_global_key_value_heads") and keys_are_values:
+            whole = replace(whole, kv_heads=c.integer("num_global_key_value_heads"))
         return usual, whole
     found: dict[bool, set[_Heads]] = {True: set(), False: set()}
     for i, window in enumerate(windows):
@@ -266,7 +267,19 @@ def _heads(c: ConfigReader, windows: tuple[int, ...]) -> tuple[_Heads, _Heads]:
                 f"per_layer_config must say the same of all layers with "
                 f"{'sliding_attention' if kind else 'full_attention'}."
             )
-    return next(iter(found[True]), usual), next(iter(found[False]))
+    whole = next(iter(found[False]))
+    for key, size in (
+        ("global_head_dim", whole.dim),
+        ("num_global_key_value_heads", whole.kv_heads),
+    ):
+        if c.has(key) and c.integer(key) != size:
+            warnings.warn(
+                f"config.json gives {key}={c.integer(key)}, but per_layer_config {size}, which is "
+                "what counts, as in transformers.",
+                UserWarning,
+                stacklevel=2,
+            )
+    return next(iter(found[True]), usual), whole
 
 
 def _ropes(c: ConfigReader, local_dim: int, whole_dim: int) -> tuple[RopeSpec, RopeSpec]:

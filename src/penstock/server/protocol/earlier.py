@@ -10,12 +10,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from penstock.server.errors import ApiError, unsupported
+from penstock.server.errors import ApiError
 from penstock.server.protocol.common import MOST_MESSAGES
 from penstock.server.protocol.items import REFERENCE, InputItem
 from penstock.server.stored import Stored, StoredResponses, UnknownResponse
 
-NOT_KEPT = "Nothing is kept here: send the items themselves, as clients do with store: false."
+NOT_KEPT = (
+    "This server keeps no responses (--response-store-mib 0): send the items themselves, as "
+    "clients do with store: false."
+)
 MOST_ID_CHARACTERS = 256
 _ITEMS = TypeAdapter(list[InputItem])
 _ITEM_ID = re.compile(r"[a-z]{2,3}_(.{1,200}?)(?:_i?[0-9]{1,5})?")
@@ -28,8 +31,8 @@ _SHORT = {
 }
 """How the id of an item begins."""
 _WHY = (
-    "It was never kept (store: false), was deleted, has made way for others or is too old "
-    "(--response-store-mib, --response-store-hours)."
+    "It was never kept (store: false), was deleted, has made way for others, is too old "
+    "(--response-store-mib, --response-store-hours), or another instance of a fleet has it."
 )
 
 
@@ -66,8 +69,7 @@ class Earlier:
         references = [(i, x.id or "") for i, x in enumerate(items) if x.type == REFERENCE]
         for i, name in references:
             if self.stored is None:
-                kind = f"An item of type {REFERENCE!r}"
-                raise unsupported(f"input[{i}]", NOT_KEPT, kind=kind, param="input")
+                raise not_kept("input", f"input[{i}] refers to an item.")
             response = response_of(name)
             try:
                 self.referred[response] = self.stored.get(self.owner, response)
@@ -77,7 +79,7 @@ class Earlier:
 
     def _go_on_from(self, previous: str) -> None:
         if self.stored is None:
-            raise unsupported("previous_response_id", NOT_KEPT)
+            raise not_kept("previous_response_id")
         try:
             self.chain = self.stored.chain(self.owner, previous)
         except UnknownResponse as error:
@@ -179,6 +181,12 @@ def _inputs(one: Stored) -> Iterator[dict[str, Any]]:
 def _whole(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without calls that broke off, which nobody could have made: their text is in a message."""
     return [x for x in items if x["type"] != "function_call" or x["status"] == "completed"]
+
+
+def not_kept(field: str, what: str = "") -> ApiError:
+    """400 for a field that a server which keeps nothing can't heed."""
+    told = what or f"{field!r} is sent."
+    return ApiError(400, f"{told} {NOT_KEPT}", param=field, code="unsupported_parameter")
 
 
 def no_previous(name: str, after: str | None = None) -> ApiError:

@@ -100,7 +100,12 @@ class InputItem(Body):
         if self.type == "reasoning":
             return Message(role="assistant", reasoning_content=self._thought())
         if self.role is None:
-            raise ApiError(400, "A message of the input has no role.", param="input")
+            raise ApiError(
+                400,
+                "A message of the input has no role. What refers to an item that is kept has the "
+                "type 'item_reference'.",
+                param="input",
+            )
         parts = self.content if isinstance(self.content, list) else []
         if any(part.type in _THOUGHTS for part in parts):
             raise ApiError(400, "A message of the input has no reasoning_text.", param="input")

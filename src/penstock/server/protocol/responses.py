@@ -23,7 +23,7 @@ from penstock.server.protocol.common import (
     UserName,
 )
 from penstock.server.protocol.compaction import unsealed
-from penstock.server.protocol.earlier import MOST_ID_CHARACTERS, NOT_KEPT, NOTHING, Earlier
+from penstock.server.protocol.earlier import MOST_ID_CHARACTERS, NOTHING, Earlier, not_kept
 from penstock.server.protocol.items import InputItem, turns_of
 from penstock.server.protocol.response_tools import ResponseChoice, ResponseTools, functions_of
 from penstock.server.protocol.structure import TextFormat
@@ -62,7 +62,7 @@ class ReasoningOptions(Body):
 class Inputs(Body):
     """What an answer, or a compaction, is made from."""
 
-    input: str | Annotated[Some[InputItem], Field(max_length=MOST_MESSAGES)]
+    input: str | Annotated[Some[InputItem], Field(max_length=MOST_MESSAGES)] | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=MOST_ID_CHARACTERS)] | None = None
 
@@ -70,7 +70,11 @@ class Inputs(Body):
         """The input as items, what they refer to among them. Raises ApiError."""
         if isinstance(self.input, str):
             return [InputItem(role="user", content=self.input)]
-        return earlier.resolved(self.input)
+        if self.input is None and not self.previous_response_id:
+            raise ApiError(
+                400, "'input' is missing.", param="input", code="missing_required_parameter"
+            )
+        return earlier.resolved(self.input or ())
 
     def conversation(self, earlier: Earlier = NOTHING) -> Conversation:
         """The instructions, then what it goes on from and the input: from the last compaction on,
@@ -176,7 +180,7 @@ class ResponsesRequest(SamplingFields, EngineFields, Asking):
     def conversation(self, earlier: Earlier = NOTHING) -> Conversation:
         """As of any input. Raises ApiError."""
         if self.store and earlier.stored is None:
-            raise unsupported("store", NOT_KEPT)
+            raise not_kept("store")
         return super().conversation(earlier)
 
 

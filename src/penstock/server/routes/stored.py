@@ -49,7 +49,7 @@ def earlier_of(service: Service, ticket: Ticket, body: Inputs) -> Earlier:
     """What a request goes on from, whose bytes count as the request's own. Raises ApiError."""
     owner, most = ticket.caller.key.name, service.config.max_body_bytes
     earlier = Earlier(service.stored, owner, most)
-    earlier.find(body.previous_response_id, () if isinstance(body.input, str) else body.input)
+    earlier.find(body.previous_response_id, () if isinstance(body.input, str) else body.input or ())
     ticket.size += earlier.size
     return earlier
 
