@@ -242,7 +242,7 @@ def _load(
     companions = _companions(placed)
     columns = loaded.spec.decoder.vocab_size
     part = loaded.model.own_part if loaded.model.ring is not None else None
-    both_ways = loaded.model if sight is not None and sight.together else None
+    both_ways = None if sight is None else sight.both_ways
     runner = runner_over(
         forward, kv, layout, vocabulary, None, companions, adapted, team, columns, part, both_ways
     )
@@ -408,7 +408,7 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     else:
         forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
     placed = None if opened is None else opened.place(blocks, eager)
-    both_ways = loaded.model if sight is not None and sight.together else None
+    both_ways = None if sight is None else sight.both_ways
     runner = runner_over(
         forward, kv, layout, vocabulary, hidden, _companions(placed), both_ways=both_ways
     )

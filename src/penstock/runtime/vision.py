@@ -132,6 +132,7 @@ class Sight:
         assert decoder.vision is not None
         self.pictures = pictures
         self.together = together
+        self.both_ways = decoder if together else None  # what runs steps in which they see so
         self._tower = tower = decoder.vision
         self._dense = Dense(decoder.dtype, decoder.head.weight_format.storage)
         self._device = device.torch

@@ -12,7 +12,8 @@ from penstock.errors import UnsupportedModelError, WeightsError
 from penstock.models.gguf.container import TensorInfo, read_container
 from penstock.models.gguf.metadata import Metadata
 from penstock.models.gguf.parts import Config
-from penstock.models.gguf.projector_types import PROJECTORS, Facts, ProjectorType, deep_layers
+from penstock.models.gguf.projector_facts import Facts
+from penstock.models.gguf.projector_types import PROJECTORS, ProjectorType, deep_layers
 
 Parts = dict[str, tuple[TensorInfo, ...]]
 """Tensors by their names in a checkpoint, each as one or several of a file's."""
