@@ -3,7 +3,8 @@
 // Tiles multiply beside the vectors' work: while the exponentials of an item are taken, 32 positions
 // after another, the weights of the positions before are multiplied by their values, and the scores of
 // the next item are made in the place of those that were read. Scores lie in tiles of 16 rows × 16
-// positions, two of them a group of 32 positions, and groups in a ring.
+// positions, two of them a group of 32 positions, and groups in a ring. Those, weights and queries stay in L1, which
+// keys and values pass: they would not all have room there.
 #pragma once
 
 #include <utility>
@@ -27,10 +28,9 @@ class Flow {
  public:
   // group: query heads per key-value head
   Flow(const AttentionArgs& a, const Task& t, int64_t group)
-      : a_(a), t_(t), depth_(a.padded_dim / kGroup), cache_(a, t, room(a)),
+      : a_(a), t_(t), group_(group), depth_(a.padded_dim / kGroup), cache_(a, t, room(a)),
         blocks_(whole_tiles(t.rows) / kTileRows),
         takes_scale_(!kScaled && a.softcap <= 0.0f && a.scale > 0.0f) {
-    exact_scale_ = is_exact(waiting_scale());
     const int64_t start = a.query_start[t.sequence];
     const int64_t tokens = a.query_start[t.sequence + 1] - start;
     int64_t token = t.first_row / group, head = t.first_row % group;
@@ -55,6 +55,7 @@ class Flow {
     ahead_ = blocks_ > 1 || last - first == 1 ? 1 : 2;
     end_ = last;
     next_ = next;
+    asked_ = next.task && next.task != &t_ ? next.task->first_row / group_ : INT64_MAX;
     Item now = {first, -1}, then;
     if (!advance(now)) return;
     begin_scores(now);
@@ -65,6 +66,7 @@ class Flow {
       more = advance(then);
       if (more) begin_scores(then);
       if (now.opens) take_values(now.span);
+      ask_for_queries();
       soften(now, where(now.block * kTileRows));
       done(now.block * kTileRows, now.rows);
     }
@@ -109,6 +111,17 @@ class Flow {
         __builtin_memcpy(to, q + j, kGroup * sizeof(bf16));
       else
         for (int64_t i = 0; i < kGroup; i++) to[i] = j + i < dim ? q[j + i] : bf16{};
+  }
+
+  // Some of those of the next task, which lie where another thread may have written them.
+  void ask_for_queries() {
+    if (asked_ == INT64_MAX) return;
+    const Task& next = *next_.task;
+    const int64_t end = asked_ + (2 * kTileRows + group_ - 1) / group_;
+    for (; asked_ < end && asked_ * group_ < next.first_row + next.rows; asked_++) {
+      const bf16* q = query_at<bf16>(a_, a_.query_start[next.sequence] + asked_, next.kv_head * group_);
+      for (int64_t i = 0; i < group_ * a_.dim; i += 32) prefetch(reinterpret_cast<const char*>(q + i), false);
+    }
   }
 
   // To the next rows that see a position of a span.
@@ -206,9 +219,9 @@ class Flow {
         group.asks.all(keys + group.stride, kTileBytes);
       }
       TILE_LOAD_ROWS(4, score_rows_ + d * kTileValues, 64);
-      TILE_LOAD_WEIGHTS(6, keys);
+      TILE_STREAM_WEIGHTS(6, keys);
       TILE_DOT(5, 4, 6);
-      TILE_LOAD_WEIGHTS(6, keys + group.stride);
+      TILE_STREAM_WEIGHTS(6, keys + group.stride);
       TILE_DOT(7, 4, 6);
     }
   }
@@ -241,7 +254,7 @@ class Flow {
     const bf16* values = values_[g].values + panel * values_[g].stride;
     if (asks) values_[g].asks.all(values, kTileBytes);
     if constexpr (Sums == 0) TILE_LOAD_ROWS(4, weights_ + g * kTileValues, 64);
-    TILE_LOAD_WEIGHTS(6, values);
+    TILE_STREAM_WEIGHTS(6, values);
     if constexpr (Sums == 0) TILE_DOT(0, 4, 6);
     if constexpr (Sums == 1) TILE_DOT(1, 4, 6);
     if constexpr (Sums == 2) TILE_DOT(2, 4, 6);
@@ -305,15 +318,8 @@ class Flow {
 
   float waiting_scale() const { return takes_scale_ ? a_.scale : 1.0f; }
 
-  // Whether products with it are exact, so that a sum with them is one step.
-  static bool is_exact(float scale) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &scale, 4);
-    return (bits & 0x7fffff) == 0 && scale <= 1.0f;
-  }
-
-  // Each row's largest score, times the scale that they wait for.
-  F16 maxima(const Item& item, float scale) const {
+  // Each row's largest score, without the scale that they wait for.
+  F16 maxima(const Item& item) const {
     F16 most[kTileRows];
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; r++) most[r] = set1(kMinusInfinity);
@@ -323,20 +329,21 @@ class Flow {
       for (int r = 0; r < kTileRows; r++)
         most[r] = max(max(most[r], load(s + r * kColumns)), load(s + kTileSums + r * kColumns));
     }
-    return reduce_rows(most, Max()) * set1(scale);
+    return reduce_rows(most, Max());
   }
 
   // What the rows have of the span; meanwhile, the next item's scores.
   void soften(const Item& item, const Part& out) {
     prepare(item);
     const float scale = waiting_scale();
-    const F16 highest = maxima(item, scale);
+    const F16 largest = maxima(item), highest = largest * set1(scale);
     float minus[kTileRows];
-    store(minus, zero() - where_less(highest, set1(-__FLT_MAX__), zero(), highest));
+    store(minus, below<bf16>(largest, scale));
     F16 sums[kTileRows];
-    for (F16& sum : sums) sum = zero();
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; r++) sums[r] = zero();
     clear_sums();
-    for (int64_t g = item.first; g < item.last; g++) step(item, g, scale, minus, sums);
+    for (int64_t g = item.first; g < item.last; g++) step(item, g, power_scale<bf16>(scale), minus, sums);
     weigh_four(item.last - 1, 0, item.opens);
     finish_scores();
     const F16 sum = reduce_rows(sums, Add());
@@ -377,15 +384,9 @@ class Flow {
                                            float scale, const float* minus, F16* sums) {
     Many<8> x;
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) x.v[i] = load(scores + i % 2 * kTileSums + (R + i / 2) * kColumns);
-    if (exact_scale_) {
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) x.v[i] = fma(x.v[i], set1(scale), set1(minus[R + i / 2]));
-    } else {
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) x.v[i] = x.v[i] * set1(scale) + set1(minus[R + i / 2]);
-    }
-    x = exp_below(x);
+    for (int i = 0; i < 8; i++)
+      x.v[i] = load(scores + i % 2 * kTileSums + (R + i / 2) * kColumns) * set1(scale) + set1(minus[R + i / 2]);
+    x = weight<bf16>(x);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
       F16 &a = x.v[2 * i], &b = x.v[2 * i + 1];
@@ -406,7 +407,7 @@ class Flow {
 
   const AttentionArgs& a_;
   const Task& t_;
-  int64_t depth_;  // tiles of a row
+  int64_t group_, depth_;  // depth: tiles of a row
   float* scores_;
   float* key_steps_;  // a span's scales
   float* value_steps_;
@@ -417,8 +418,7 @@ class Flow {
   Cache cache_;
   int64_t blocks_;
   bool takes_scale_;  // exponentials do: scores wait without it
-  bool exact_scale_;
-  int64_t ahead_ = 1, end_ = 0;
+  int64_t ahead_ = 1, end_ = 0, asked_ = INT64_MAX;
   Place next_ = {};
   Group keys_[kSpanGroups], values_[kSpanGroups];
   int64_t ring_ = 0;  // where the item's scores begin

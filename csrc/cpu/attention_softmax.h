@@ -51,7 +51,7 @@ static inline F16 reduce_rows(const F16* rows, [[maybe_unused]] Op op) {
 }
 
 // The largest of `count` scores, lane by lane; count: a multiple of 32.
-static inline F16 largest(const float* row, int64_t count) {
+static inline F16 largest_of(const float* row, int64_t count) {
   F16 a = load(row), b = load(row + 16);
   for (int64_t j = 32; j < count; j += 32) {
     a = max(a, load(row + j));
@@ -60,24 +60,48 @@ static inline F16 largest(const float* row, int64_t count) {
   return max(a, b);
 }
 
-// sums[i] = Σ e^(score · scale − base[i]) of R rows, `pitch` apart, lane by lane.
+// Weights e^(score · scale − largest) of float are taken as they stand, those that are rounded to bfloat16 as powers of 2,
+// by a scale that has been multiplied by log2 e.
+template <typename T>
+static inline float power_scale(float scale) {
+  return sizeof(T) == 2 ? scale * kLog2E : scale;
+}
+
+// What the rows' scaled scores are less by, below zero, of which `largest` are the largest. Where nothing is visible, weights
+// are 0.
+template <typename T>
+static inline F16 below(F16 largest, float scale) {
+  const F16 none = set1(-__FLT_MAX__);
+  return zero() - where_less(largest, none, zero(), largest * set1(power_scale<T>(scale)));
+}
+
+// The weight.
+template <typename T, typename V>
+[[gnu::always_inline]] static inline V weight(V exponent) {
+  if constexpr (sizeof(T) == 2)
+    return power_below(exponent);
+  else
+    return exp_below(exponent);
+}
+
+// sums[i] = Σ weights of R rows, `pitch` apart, lane by lane.
 // emit(i, j, a, b): takes those of row i's 32 scores from j on.
-template <int R, typename Emit>
+template <typename T, int R, typename Emit>
 static inline void exponentials(const float* row, int64_t pitch, int64_t count, float scale,
-                                const float* base, F16* sums, Emit emit) {
-  const F16 factor = set1(scale);
+                                const float* minus, F16* sums, Emit emit) {
+  const F16 factor = set1(power_scale<T>(scale));
   F16 less[R], sum[R];
 #pragma GCC unroll 4
   for (int i = 0; i < R; i++) {
-    less[i] = set1(base[i]);
+    less[i] = set1(minus[i]);
     sum[i] = zero();
   }
   for (int64_t j = 0; j < count; j += 32) {
     Many<2 * R> x;
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * R; i++)
-      x.v[i] = load(row + i / 2 * pitch + j + i % 2 * 16) * factor - less[i / 2];
-    x = exp_below(x);
+      x.v[i] = load(row + i / 2 * pitch + j + i % 2 * 16) * factor + less[i / 2];
+    x = weight<T>(x);
 #pragma GCC unroll 4
     for (int i = 0; i < R; i++) {
       sum[i] = (sum[i] + x.v[2 * i]) + x.v[2 * i + 1];
@@ -89,25 +113,24 @@ static inline void exponentials(const float* row, int64_t pitch, int64_t count, 
 }
 
 // A row block's maxima and sums, of up to 16 rows of scores.
-// emit(r, j, a, b): takes the weights of row r's 32 scores from j on.
-template <typename Emit>
+// emit(r, j, a, b): takes the weights of row r's 32 scores from j on, and rounds them to T.
+template <typename T, typename Emit>
 static inline void soften_rows(const float* scores, int64_t pitch, int64_t rows, int64_t count,
                                float scale, float* top, float* total, Emit emit) {
   F16 lanes[16];
-  float base[16];
-  lanes[0] = largest(scores, count);
-  for (int64_t r = 1; r < 16; r++) lanes[r] = r < rows ? largest(scores + r * pitch, count) : lanes[0];
-  const F16 highest = reduce_rows(lanes, Max()) * set1(scale);
-  // where nothing is visible, weights are 0
-  store(base, where_less(highest, set1(-__FLT_MAX__), zero(), highest));
+  float minus[16];
+  lanes[0] = largest_of(scores, count);
+  for (int64_t r = 1; r < 16; r++) lanes[r] = r < rows ? largest_of(scores + r * pitch, count) : lanes[0];
+  const F16 largest = reduce_rows(lanes, Max()), highest = largest * set1(scale);
+  store(minus, below<T>(largest, scale));
   int64_t r = 0;
   for (; r + kSideBySide <= rows; r += kSideBySide)
-    exponentials<kSideBySide>(
-        scores + r * pitch, pitch, count, scale, base + r, lanes + r,
+    exponentials<T, kSideBySide>(
+        scores + r * pitch, pitch, count, scale, minus + r, lanes + r,
         [&](int i, int64_t j, F16 a, F16 b) { emit(r + i, j, a, b); });
   for (; r < rows; r++)
-    exponentials<1>(scores + r * pitch, pitch, count, scale, base + r, lanes + r,
-                    [&](int, int64_t j, F16 a, F16 b) { emit(r, j, a, b); });
+    exponentials<T, 1>(scores + r * pitch, pitch, count, scale, minus + r, lanes + r,
+                       [&](int, int64_t j, F16 a, F16 b) { emit(r, j, a, b); });
   const F16 sum = reduce_rows(lanes, Add());
   store(total, sum);
   store(top, highest + sum * zero());  // a maximum may have passed over NaN, the sum didn't

@@ -14,27 +14,25 @@ constexpr int64_t kParallelWork = 128 * 1024;  // below it, a second thread cost
 // Join what rows have of a span into what they had of those before.
 static inline void join(const Part& total, const Part& span, int64_t rows, int64_t padded_dim) {
   for (int64_t first = 0; first < rows; first += 16) {
-    const F16 a = load(total.top + first), b = load(span.top + first), top = max(a, b);
-    float highest[16], keeps[16], adds[16];
-    store(highest, top);
-    store(keeps, exp(a - top));
-    store(adds, exp(b - top));
+    const F16 a = load(total.top + first), b = load(span.top + first), top = max(a, b), none = set1(-__FLT_MAX__);
+    const F16 keep = exp(a - top), add = exp(b - top), sum = load(total.sum + first), more = load(span.sum + first);
+    float keeps[16], adds[16], had[16];
+    store(keeps, keep);
+    store(adds, add);
+    store(had, a);
+    store(total.top + first, where_less(b, none, a, top));
+    store(total.sum + first,
+          where_less(b, none, sum, where_less(a, none, more, fma(more, add, sum * keep))));
     for (int64_t i = 0; i < 16 && first + i < rows; i++) {
       const int64_t r = first + i;
       if (span.top[r] == kMinusInfinity) continue;
       float* to = total.values + r * padded_dim;
       const float* from = span.values + r * padded_dim;
-      if (total.top[r] == kMinusInfinity) {
-        total.top[r] = span.top[r];
-        total.sum[r] = span.sum[r];
+      if (had[i] == kMinusInfinity)
         __builtin_memcpy(to, from, static_cast<size_t>(padded_dim) * sizeof(float));
-        continue;
-      }
-      const F16 keep = set1(keeps[i]), add = set1(adds[i]);
-      total.top[r] = highest[i];
-      total.sum[r] = total.sum[r] * keeps[i] + span.sum[r] * adds[i];
-      for (int64_t j = 0; j < padded_dim; j += 16)
-        store(to + j, load(to + j) * keep + load(from + j) * add);
+      else
+        for (int64_t j = 0; j < padded_dim; j += 16)
+          store(to + j, fma(load(from + j), set1(adds[i]), load(to + j) * set1(keeps[i])));
     }
   }
 }
@@ -56,9 +54,10 @@ void finish_row(const AttentionArgs& a, int64_t token, int64_t head, float top, 
     store(lanes, set1(sum) * scale + exp(set1(sink - highest)));
     sum = lanes[0];
   }
+  const F16 share = scale / set1(sum);
   T* out = static_cast<T*>(a.out) + (token - a.first_token) * a.out_stride + head * a.value_dim;
   for (int64_t j = 0; j < a.value_dim; j += 16)
-    store_some(out + j, load(values + j) * scale / set1(sum),
+    store_some(out + j, load(values + j) * share,
                a.value_dim - j < 16 ? static_cast<int>(a.value_dim - j) : 16);
 }
 

@@ -60,6 +60,27 @@ template <typename V>
   return power_within(max(set1(-kWithin), x), kLog2E);  // in this order a NaN stays NaN
 }
 
+// 2^x for x ≤ 0 or hardly above, of F16 or Many, for what is rounded to bfloat16: by the polynomial of degree 3 that is 1
+// at 0 and has the least relative error over [−½, ½], 1.0e-4, where rounding has 2.0e-3. Of x < −126 it is 0 or, as what
+// follows takes for 0, a denormal.
+template <typename V>
+[[gnu::always_inline]] static inline V power_below(V x) {
+#if defined(__AVX512F__)
+  // a sum, not another rounding: beside tiles, sums have two ports
+  const V f = fraction(x), n = x - f;
+#else
+  x = max(set1(-126.4f), x);  // in this order a NaN stays NaN
+  const V raise = set1(0x1.8p23f), n = x + raise, f = x - (n - raise);
+#endif
+  const V c = fma(fma(set1(5.5009060e-2f), f, set1(2.4221097e-1f)), f, set1(6.9328290e-1f));
+  const V p = fma(c, f, set1(1.0f));
+#if defined(__AVX512F__)
+  return scale_by_power(p, n);
+#else
+  return times_power(p, n);
+#endif
+}
+
 static inline F16 tanh(F16 x) {
   const F16 t = exp(abs(x) * set1(-2.0f));
   return copy_sign((set1(1.0f) - t) / (set1(1.0f) + t), x);

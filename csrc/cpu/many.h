@@ -29,6 +29,10 @@ struct Many {
   PENSTOCK_EACH(fma(Many a, Many b, Many c), fma(a.v[r], b.v[r], c.v[r]))
   PENSTOCK_EACH(min(Many a, Many b), min(a.v[r], b.v[r]))
   PENSTOCK_EACH(max(Many a, Many b), max(a.v[r], b.v[r]))
+#if defined(__AVX512F__)
+  PENSTOCK_EACH(fraction(Many x), fraction(x.v[r]))
+  PENSTOCK_EACH(scale_by_power(Many p, Many n), scale_by_power(p.v[r], n.v[r]))
+#endif
   PENSTOCK_EACH(times_power(Many p, Many raised), times_power(p.v[r], raised.v[r]))
 #undef PENSTOCK_EACH
 };

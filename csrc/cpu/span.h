@@ -194,11 +194,11 @@ class SpanWork {
       hide(weight_ + r * kSpan, first - low, last - low, seen_[r].first - low, seen_[r].last - low);
     const bool packs = tiles_ && !divided(first, last);
     for (int64_t r = 0; r < t_.rows; r += 16)
-      soften_rows(weight_ + r * kSpan + (first - low), kSpan, t_.rows - r < 16 ? t_.rows - r : 16,
-                  last - first, takes_scale_ ? a_.scale : 1.0f, out.top + r, out.sum + r,
-                  [&](int64_t i, int64_t j, F16 a, F16 b) {
-                    put_weights(packs, r + i, first - low + j, seen_[r + i].last - low, a, b);
-                  });
+      soften_rows<T>(weight_ + r * kSpan + (first - low), kSpan, t_.rows - r < 16 ? t_.rows - r : 16,
+                     last - first, takes_scale_ ? a_.scale : 1.0f, out.top + r, out.sum + r,
+                     [&](int64_t i, int64_t j, F16 a, F16 b) {
+                       put_weights(packs, r + i, first - low + j, seen_[r + i].last - low, a, b);
+                     });
   }
 
   // The scores [first, last) of a row times their scales, where they wait in memory.

@@ -78,6 +78,7 @@ inline thread_local int soft_row_bytes;  // of a tile of rows; the weights' has 
 #define TILE_LOAD_ROWS(t, p, stride) soft_load_rows(t, p, stride)
 #define TILE_STREAM_ROWS(t, p, stride) soft_load_rows(t, p, stride)
 #define TILE_LOAD_WEIGHTS(t, p) soft_load(t, p, 16 * soft_row_bytes)
+#define TILE_STREAM_WEIGHTS(t, p) TILE_LOAD_WEIGHTS(t, p)
 #define TILE_LOAD_SUMS(t, p) soft_load(t, p)
 #define TILE_STORE(t, p, stride) soft_store(t, p, stride)
 #define TILE_DOT(c, a, b) soft_dot(c, a, b)
@@ -124,6 +125,7 @@ static inline void configure_tiles(int row_bytes, int rows = 16) {
     _tile_stream_loadd(t, p, stride);  \
   } while (0)
 #define TILE_LOAD_WEIGHTS(t, p) TILE_LOAD(t, p, 64)
+#define TILE_STREAM_WEIGHTS(t, p) TILE_STREAM_ROWS(t, p, 64)
 #define TILE_LOAD_SUMS(t, p) TILE_LOAD(t, p, 64)
 #define TILE_STORE(t, p, stride)   \
   do {                             \

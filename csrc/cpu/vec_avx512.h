@@ -44,6 +44,10 @@ static inline F16 copy_sign(F16 magnitude, F16 sign) {
 static inline F16 scale_by_power(F16 a, F16 n) {
   return {_mm512_scalef_ps(a.v, n.v)};
 }
+// x less the whole number that is nearest; of −∞ 0
+static inline F16 fraction(F16 x) {
+  return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
 // b where x < limit, else a (a NaN x keeps a)
 static inline F16 where_less(F16 x, F16 limit, F16 b, F16 a) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_LT_OQ), a.v, b.v)};

@@ -25,40 +25,40 @@ from .bits import (
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
 GOLDEN = {
-    "bfloat16": "0b22856249d23364f012a09f4a6df73061300eff81e095d9f8a8fdc19ce1cb51",
-    "float32": "a2b441e1ec31796b64166f22c2d5ce14d144a28f8c88fe35e0a50b0554f18174",
-    "w8a16": "5a86f2e164dc607210318d023b773d0469d36e94ee32f08fc974623399d8146b",
-    "w8a8": "91ac908a6bf77e41084e2e286f56eb1c3013c80fe095c8d046bf7333f80f2e57",
-    "w4a16": "4a9ba350192564ea6278abecbfed1ab7fc05eb8bbc840216880c71add80eda09",
-    "w4a8": "76bdcb6700daaff3075ef2ca71ddfd3c8a54a1b695d7a82e4024ba2cb6a0e51b",
-    "w4a8-blocks": "6986bfd4d859b6e3bcf6cd9f3d7f3c8933d158fc82c2aa33cb18c2df60c6a4e5",
-    "bfloat16 of experts": "54cb92c31769980ba6879d49a5eefc4665fc76359e9f7ba9aa0b4207c4d3e37d",
-    "w8a8 of experts": "2bafd67afb168073cadaafac8ecad074e86241cdbba344ec686ecbf14c4b88c6",
-    "w4a8 of experts": "0a8d5c5863b4938af536fb07c8bff7e60553b2732e0b32a3783ccd5c3c8a8e9f",
-    "bfloat16 over latents": "5e213bc2e2a82e95f96eddc29a35b5163353295cf961fb05156005744fecf67f",
-    "float32 over latents": "d5b19e7b6352a280536629d83ba9f3fa74f175f68b696a2177845ec2e21f0696",
-    "w8a8 over latents": "2e1db4169fd69cef9870d371807a87073e43ac46a5de3d4d0d70c077c95612ca",
-    "bfloat16 of low rank": "8c679b0a49b88deb3bb662a01ab816192a463c86b6ebf6a995836a135c240566",
-    "float32 of low rank": "b22e7a2eb583e0e5573a409f772a58a29fa41479c852472e9755d7b56cd92591",
-    "bfloat16 with states": "632c5aa47b6f51cd5f512938525e85c098d1d22e4a4d3e9c5c233881c560a6cf",
-    "float32 with states": "2d241a094691ae72f324c510232b79fc3d0378ef5ab1376192a191f44b345e1c",
-    "w8a8 with states": "c737a706bed172c5c2074107db8da5e89681e980c0aac8c256f03a5b3d1f41c9",
-    "bfloat16 of convolutions": "6c62c761c08283c6bda33fe0b5cd4a658109efd5bbde5ee258fcb92801ecddb5",
-    "float32 of convolutions": "69a9e5467edfa535b488f1092a536076373fa263085a50866f38abf2a9f19f27",
-    "w8a8 of convolutions": "ba0fb0459654b83c324f21741d365b0ada621352de30add41cb8b2f721dda8d7",
-    "bfloat16 of Mamba": "f9755d2bce8fb961deabe6e7f3001e8c8aa537092856fe5c58217a8822677386",
-    "float32 of Mamba": "07cc226f983326ef4ad451076ea2d8d57acf875fa57ca17ac2dcc3050cacb443",
-    "w8a8 of Mamba": "2d1203143712baaf483b496bed2ad30c938da835bd8e97472630f608d530bfb4",
+    "bfloat16": "c2783803bd40d70b1858bd9ae521e3689af95b9df610729370df73f98331098a",
+    "float32": "61f066403234f539c0f54e5638443e5d18bafc756e44788f2adc00246a47eebb",
+    "w8a16": "66865a52a5a4d05b5a1b240c751d28551f4b1ea1f37c2ce8b332c4a4ceb3650d",
+    "w8a8": "128741622ef918554f32e61e5cac4bed2dc48db4792bb5dfd8f6a24449792df8",
+    "w4a16": "e7f64a17d48cb46601116913b4046e256b5414e553924dba1b65ae4775d44c35",
+    "w4a8": "70525e4bff572f6637f449a27571b93322ec8032c8b292e8c0dc92dbf01d84bb",
+    "w4a8-blocks": "09ebf8b96a19bca123f41e151e23548f3381263117458b84308d4c484ea57caf",
+    "bfloat16 of experts": "df874e5fb98e0b566916a6dbda7b868db8843e5f1464a219b610c72a22e3208d",
+    "w8a8 of experts": "00c28db2388839971a00c00c8215ee35158461ee3c773a59d245eaa95e1a369e",
+    "w4a8 of experts": "34f6e54fe1d5578a528bfb68d65df97b3315d31ac7e1f5ea7dbf9051e53ca91b",
+    "bfloat16 over latents": "0db33bdc732ca889f26a29d9732a6bf71d3bddf3870d2b0e722afc3aed1f162b",
+    "float32 over latents": "0eb5f43c7fa23eef22de56162c8667c2dc6cde1eb9001cf2e358590fc593097d",
+    "w8a8 over latents": "6d94f3caa7620f3d8f2224508200babb3025613a0d84f995fcd895b192cfb8b4",
+    "bfloat16 of low rank": "af33c2b732eeef32a6db1171c4f558ed465509e816fb4ea8f2b52a8a57e39eda",
+    "float32 of low rank": "9944434346efd22ce8f866e39d75fa536847b6d5d48ccd31496ee72a6d634f09",
+    "bfloat16 with states": "357874cb79d84f3a0752972dcad807f057f0a36ccf06a5402979475c138eefc3",
+    "float32 with states": "b3d2fd76128e4bac647f189e9959bc4e3c801e16b6bca9c1b3e40e5bbf5e5349",
+    "w8a8 with states": "0332e4b3701cced4f37e9f28c8c89140b16f893480b6966e73112402a7634dcc",
+    "bfloat16 of convolutions": "f55600e13c612b19222dd5ce2a86c54fc23696fcc995b207f3e9f20f36d94b85",
+    "float32 of convolutions": "b88f01f8181c406b83ea4c3937342463d081f97f2605b75938c6b3d9a709aebd",
+    "w8a8 of convolutions": "b3cd2edb762176dfb7991aec79fe17785a49c48f1d738d7885e72ab5c8f8975c",
+    "bfloat16 of Mamba": "a16f35861d1dda94ddba2627705ccf968eed327dfde1c87d4de61b1e72a90544",
+    "float32 of Mamba": "96de75ebe974ed35e89b0209cc24712ac5d5908e565a02575106e34f75db9750",
+    "w8a8 of Mamba": "3776e55dbbe769378cce8d43ded63fc55ccf435f66efc02eb410a222ea9afdb1",
     "bfloat16 of Mamba beside attention": (
-        "46b62767cbeebf6dec80d2d160fa04c557f96094e7c20998e2972fcdd84d0d19"
+        "3679aa41159563565ea95dcb5ee861765f72e703ef2437a5d02b00f9dcb77f5e"
     ),
     "float32 of Mamba beside attention": (
-        "27bb4a24ecfaf692f62317c54b80a9a593fd7aa6a1d465098359fccfe8efba51"
+        "047a32d0c74d1db0cf46e917b913a2016733df0b2b0fd509b4f14d97366feba9"
     ),
     "w8a8 of Mamba beside attention": (
-        "323697af682db71f2f6134e5e6774526efbdecd3c08b01dab01f499d57369e54"
+        "b24d7e78a08e62c9716ba6390c4b7aa88ab2b7e75ef19f02a527f46146c90109"
     ),
-    "w4a8-g128-asym": "0f1d1558866838c40e42fd057a448110a3562ed4d94d5f2ccc4dadeeb872f0cb",
+    "w4a8-g128-asym": "915588197a374bf0d05a2c254e9694b79f34b467b56c263806a748dc3fb44ec4",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
 
@@ -167,19 +167,19 @@ def test_every_instruction_set_gives_the_golden_bits(model: Decoder, form: str, 
 
 
 GOLDEN_MORE = {
-    "w8a16-g64-asym": "d5a35f0f57ceb3ffb1b766f3d6e6f87effff28779a6706bc62896a4f792cdf5b",
-    "w8a8-g64-asym": "04b9ea814304529228298a7e03b24c929c4dfaed987e0dacc210de38e97f8ea7",
-    "w8a8-static": "a0e327408aece9c0e33416d70f05aab761c6f9f7bb48d726230dc0fdbc5bf00c",
-    "w4a8-channel": "7f5ce1162fab02465bfe2036373c1603ac039c075e2951861f6f6b2c263acf28",
-    "fp8": "db1be7da0908a25d372ce3b70213ecc35b5a4bf4d04c2e83449c2ca0cd835aab",
-    "fp8-block": "f3e7968590f3c7cfa8dd3420b40ef54ba9e62ce2724c0aebb166f0dd1e3757b0",
-    "fp8-e5m2": "e18e376b1f816dd83aed06a64598fc00fb1a0305c16e698a149fdace73967c34",
-    "fp8-w8a8": "518701be8c0be394399c6e57422c9d2d5b7ed78ee9691c71b8a34d20d3915c2b",
-    "fp8-w8a8-block": "b2bc3e72887fdc85e587b7d069dde3229f45549d6144580b1a4a7a9dcc23c3a9",
-    "fp8-w8a8-tensor-static": "aebf84c6915a711f4278342b2aa7ac6022f78fed290b2f05440c5534d7fc2812",
-    "nf4": "2732243121be6a8690cbe507ef84cf50018fc431e6af43d9238aced604842297",
-    "mxfp4": "910456c4ff354e0cb9e7e6952fa7ce8ff0371c68e22ca3a9afdd5a8ff12b880a",
-    "nvfp4": "3598e7ee5d278fdc29d1f74262e0a5b5ce741811bbccc1ecd37293a1ec586262",
+    "w8a16-g64-asym": "014e8e82fc60d48f52a318deb7b381e0e31e61173a70ad114267f3784311cfc9",
+    "w8a8-g64-asym": "8e7c0fb9bf68eb654790706efbcbeccb0deff47cce704d8b694b116d0025dca4",
+    "w8a8-static": "d94457ba9c50b08545296f4a17f4cf175af88a86b13f49f95c82eabed68f364f",
+    "w4a8-channel": "f074e4ab73531ee600e65d775710ca08fae12bfc6fad85feec844186e7098a4d",
+    "fp8": "710cfe552ad57c9ddd1801dc591e70b03b7288ca80f312a8c6d62ba0a181021d",
+    "fp8-block": "00bd196aa4440dbb714d1b317728d32e34e396c3c4623be1efcae998e0e06176",
+    "fp8-e5m2": "78dd8e1a7b05619dfeee91f11fac23e18043f2b0266cf9f572b0dff98b1a95e4",
+    "fp8-w8a8": "aa90dc2a3c396827f23300bfdfe1f118155587c7e0b7dfc7f3caa33ed6d88997",
+    "fp8-w8a8-block": "7b72f512044f587475c7d050a251b90912d7e04bb19434c281de5874f48da15e",
+    "fp8-w8a8-tensor-static": "6468b3f1cb3de531d7d5e78bb450d88a2cc965a224a77adaee8d4d38ca063a87",
+    "nf4": "558abd775bdf0b5458846aa1de1e926d68c1e799b33bd550c2b3660145bf6a92",
+    "mxfp4": "89b95eec49fa1aaf9fa06007ad9f458dadbed009d4c635165daec1c49100034a",
+    "nvfp4": "607d8c2474f74d7dc60500e2a5f240135f3cde5bd8f2089fa040483787b5af3a",
 }
 """The same prompt in the other formats."""
 
@@ -210,10 +210,10 @@ def kv(request: pytest.FixtureRequest) -> str:
 
 
 GOLDEN_KV = {
-    "int8": "b5d8c9bcc955c7323e4eb3bd9e5fd9299d3d6d1e90ebfccc49fd7a1b355dda06",
-    "fp8": "4c351e57b36cea71f42a5a141b4afaa17211fd19f225abecbf6b1f0d78d878ee",
-    "int4": "1c12450f6cf672fd509b448fd887fa48f25ce465a428bad47d8a26aac168c856",
-    "kivi": "6a6d6781629202faa92780f1113771dff4536a91e35c8b94e23a217ab4819935",
+    "int8": "de5604df423b973b3adb7d632270d1494f217e3f8b9a6622e97d678e438edd38",
+    "fp8": "0087e2b9e260aa435679c2624a4f092794d8a54908ed9a6bc1a126e8f62cf9dd",
+    "int4": "e0f74ccacd3fb5d41da2f1377461c7e1f10a1142b53330497e38140adbdf5497",
+    "kivi": "6031958c8af3672286054dc0fbf96f629150ae580545425a3f2865ca53df82d1",
 }
 """The same prompt in bfloat16 over a cache of one byte or less."""
 

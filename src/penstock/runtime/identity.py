@@ -14,7 +14,7 @@ from penstock.kernels import native
 from penstock.models.load import LoadedModel
 from penstock.models.vision.pictures import Scaling
 
-VERSION = 2
+VERSION = 3
 """Of what is computed: raised when the kernels give other bits, or blocks lie otherwise."""
 SAMPLES, SAMPLE = 64, 1 << 16
 """Pieces of a file of weights that are read, and bytes of each."""
