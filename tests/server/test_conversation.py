@@ -55,6 +55,7 @@ def test_the_oldest_turns_go_until_the_rest_fits(tokenizer: Tokenizer, roles: st
                 with pytest.raises(ApiError, match="maximum context length is") as error:
                     prompts.of_messages(messages, Rendering(), truncation="auto", reserve=reserve)
                 assert error.value.code == "context_length_exceeded"
+                assert "old turns" not in error.value.message  # they are gone already
                 continue
             made = prompts.of_messages(messages, Rendering(), truncation="auto", reserve=reserve)
             assert made.tokens == expected

@@ -122,6 +122,8 @@ class Prompts:
         the prompt and `reserve` tokens fit; each prompt then begins with a user's turn. retention
         below 1: until about so much of the room is left, for the next requests to begin alike.
         """
+        if truncation == "disabled":
+            source = replace(source, advice=source.advice + source.leaving_out)
         if truncation == "disabled" and keep is None and len(messages) > self._max_len:
             raise ApiError(
                 400,

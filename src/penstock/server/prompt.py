@@ -31,19 +31,20 @@ class Source:
     field: str = "prompt"  # of the request
     shorten: str = "Shorten it"  # what is to be done with one that is too long
     advice: str = ""  # for one that is too long, beside making it shorter
+    leaving_out: str = ""  # and where old turns are kept
     generates: bool = True  # so that a token at least must fit behind it
     says_too_long: bool = False  # one that is, in Anthropic's words
 
 
 _KEEP_END = "truncate_prompt_tokens: -1 to keep its end"
-_LEAVE_OUT = 'truncation: "auto" to leave out old turns'
+_LEAVE_OUT = ', or send truncation: "auto" to leave out old turns'
 COMPLETION = Source("prompt", advice=f", or send {_KEEP_END}")
 EMBEDDING = Source("input", advice=f", or send {_KEEP_END}", generates=False)
-CHAT = Source("messages", advice=f", or send {_KEEP_END}, or {_LEAVE_OUT}")
-RESPONSE = Source("input", advice=f", or send {_LEAVE_OUT}")
+CHAT = Source("messages", advice=f", or send {_KEEP_END}", leaving_out=_LEAVE_OUT)
+RESPONSE = Source("input", leaving_out=_LEAVE_OUT)
 ANTHROPIC = Source(
     "messages",
-    advice=", or start the server with --truncation auto, which leaves out old turns",
+    leaving_out=", or start the server with --truncation auto, which leaves out old turns",
     says_too_long=True,
 )
 CONVERSATION = Source("messages")
