@@ -243,11 +243,13 @@ def test_what_lfm2_leaves_unsaid(tmp_path: Path) -> None:
     change(tmp_path, None, projector_use_layernorm=False)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
-    del config["tie_word_embeddings"], config["image_token_id"]
+    del config["tie_word_embeddings"]
     file.write_text(json.dumps(config))
-    loaded = load_model(tmp_path)
-    assert loaded.spec.decoder.tied
-    assert loaded.spec.pictures is not None and loaded.spec.pictures.token_id == 396
+    assert load_model(tmp_path).spec.decoder.tied
+    del config["image_token_id"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="token 396 stands for pictures in prompts, and"):
+        load_model(tmp_path)  # which has no such token
 
 
 def test_published_names_of_lfm2(tmp_path: Path) -> None:

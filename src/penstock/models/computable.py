@@ -51,6 +51,13 @@ def check_spec(spec: ModelSpec, where: str) -> None:
                 f"{where}: its {name} are {shown}, beyond {limit:,}. The file is damaged, or of "
                 "something else."
             )
+    if spec.pictures is not None:
+        for token in (spec.pictures.token_id, *(spec.pictures.marks or ())):
+            if not 0 <= token < decoder.vocab_size:
+                raise UnsupportedModelError(
+                    f"{where}: token {token:,} stands for pictures in prompts, and its vocabulary "
+                    f"has {decoder.vocab_size:,} tokens. One of them is another model's."
+                )
     limits = torch.finfo(torch.float32)
     for name, value in _factors(decoder):
         if isinstance(value, complex) or not limits.tiny <= value <= limits.max:
