@@ -144,7 +144,7 @@ def test_time_is_linear_in_size() -> None:
     chain: Any = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)}
     closed({"not": {"$ref": "#/$defs/d0"}, "$defs": {**chain, f"d{count}": A}})
     closed({"items": [{"items": {"items": {}}} for _ in range(20 * count)]})
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 10  # about 1; squares of these sizes would take minutes
 
 
 def test_what_can_be_written_can_be_when_it_is_closed(
